@@ -1,0 +1,89 @@
+"""The configuration as one frozen record. Its sources, and the merging of them, are in `hexrt.cli.settings`.
+
+Owns the fields, their ranges and defaults. A function elsewhere takes the values it uses, never the whole of it.
+Times in the file are seconds; sizes are MiB where the name says so. `LIVE` names what a SIGHUP changes without a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=31_536_000)]
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class Daemon(_Section):
+    socket: str = ""  # "" : the runtime directory's hexrt.sock
+    state_dir: str = ""  # "" : the user's state directory
+    models_dir: str = ""  # "" : state_dir/models
+    admin_gids: tuple[int, ...] = ()
+    drain_s: Seconds = 10.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Limits(_Section):
+    max_frame_mib: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 64
+    max_steps: Positive = 100_000
+    max_tasks: Positive = 1_000_000  # of a run, its maps included
+    max_depth: Positive = 10_000
+    max_graph_mib: Positive = 64
+    max_nesting: Annotated[int, msgspec.Meta(ge=4, le=64)] = 32  # of lists and dicts in inputs and params
+    max_output_mib: Positive = 32  # of one task
+    max_open_runs: Positive = 10_000
+    max_open_tasks: Positive = 2_000_000
+    max_clients: Positive = 256
+    max_unsent_mib: Positive = 8  # to a client that does not read
+    half_frame_s: Seconds = 30.0  # how long a frame may stay unfinished
+    kept_runs: Positive = 1_000  # ended runs kept in memory
+    kept_mib: Positive = 256
+
+
+class Steps(_Section):
+    timeout_s: Seconds = 600.0  # of one attempt, where the step says nothing
+
+
+class Pool(_Section):
+    workers: Whole = 0  # 0: the number of cores
+    window: Positive = 64  # tasks sent ahead to a worker
+
+
+class Cpu(_Section):
+    enabled: bool = True
+    threads: Whole = 0  # 0: the number of cores
+    arena_mib: Positive = 512
+    token_budget: Positive = 512  # prompt tokens of one chunk
+    passes: Positive = 4  # forward passes of one chunk
+
+
+class Npu(_Section):
+    enabled: bool = True
+    provider: str = ""  # "": the first NPU provider found, else the CPU provider, said so
+    threads: Whole = 1
+
+
+class Model(_Section):
+    """A model that `llm.*` steps may name."""
+
+    path: str  # a folder: safetensors, config.json, tokenizer.json, tokenizer_config.json; relative to models_dir
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class Config(_Section):
+    daemon: Daemon = Daemon()
+    limits: Limits = Limits()
+    steps: Steps = Steps()
+    pool: Pool = Pool()
+    cpu: Cpu = Cpu()
+    npu: Npu = Npu()
+    models: dict[str, Model] = {}
+    ops: dict[str, dict[str, Any]] = {}  # [ops.NAME]: settings of an op, checked by the op
+
+
+LIVE = frozenset({"daemon.log_level", "daemon.admin_gids", "daemon.drain_s", "limits", "steps", "ops"})

@@ -1,0 +1,87 @@
+"""What an op declares: parameters, ports, devices, cost features, idempotency and where its body is.
+
+Owns the record types and the `StepContext` that a body is given. Importing an op's file must import nothing heavy: the body
+imports what it needs inside its function, in the host process. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from hexrt.core import DeviceKind, TensorMeta
+
+
+class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For an op without parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A named input. `type` is what msgspec checks a value against (in the host, and for a literal when the workflow is checked)."""
+
+    type: Any = Any
+    required: bool = True
+    default: Any = None
+    tensor: TensorMeta | None = None  # what is known of a tensor that arrives here
+    doc: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One scheduled unit of a step. Parts of a step form a chain; each is given the output of the one before as input `previous`.
+
+    `body` is "module:function", imported in the host; None where the device's LLM engine carries the part out, by `name`
+    ("prefill" or "decode").
+    """
+
+    name: str
+    kinds: tuple[DeviceKind, ...]
+    body: str | None
+
+
+def by_input_bytes(params: Any, input_bytes: int) -> int:
+    """The default cost feature."""
+    return input_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """A step type.
+
+    `work` gives the number that run time grows with; the cost model keeps one estimate per power of two of it.
+    `check` may raise BadRequest about a combination of parameters; `where` is filled in by the caller.
+    """
+
+    name: str
+    doc: str
+    parts: tuple[Part, ...]
+    params: type[msgspec.Struct] = NoParams
+    inputs: Mapping[str, Port] = field(default_factory=dict)
+    output: TensorMeta | None = None  # where the whole output is a tensor of known form
+    outputs: Mapping[str, TensorMeta] = field(default_factory=dict)  # by key, where the output is a dict with tensors
+    idempotent: bool = True
+    work: Callable[[Any, int], int] = by_input_bytes
+    check: Callable[[Any], None] | None = None
+
+
+class StepContext(msgspec.Struct, frozen=True, gc=False):
+    """What a body knows of its surroundings. Bodies are `def body(context, params, inputs) -> output` (`async def` on io).
+
+    `inputs` is a dict by port name; values are those of `hexrt.values`. `settings` is the `[ops.NAME]` table of the config.
+    `state_dir` is private to hexrtd; a body keeps what must last under `state_dir / "ops" / <op name>`.
+    """
+
+    run: bytes
+    step: str
+    part: int
+    attempt: int
+    uid: int
+    device: str
+    timeout_s: float
+    state_dir: str
+    models_dir: str
+    settings: dict[str, Any]

@@ -1,0 +1,246 @@
+"""What a client and the daemon say to each other over the Unix socket: one message a frame.
+
+Owns the message types of both directions, one schema for every client. The first message is ClientHello, the first answer Welcome.
+Each request carries a number of the client's choice that every answer repeats; answers of different requests may interleave. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from hexrt.core import Durability, RunState
+from hexrt.errors import ErrorRecord
+from hexrt.workflow.model import Workflow
+
+VERSION = 1
+RunKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", omit_defaults=True):
+    pass
+
+
+# --- requests ---------------------------------------------------------------------------------------------------
+
+
+class ClientHello(Message, tag="hello"):
+    versions: tuple[Number, ...]  # that the client speaks; the daemon picks one
+    client: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+
+class Submit(Message, tag="submit"):
+    """Answered by Accepted once the run is as durable as it asked; with `follow`, then by Update... and at last RunResult."""
+
+    request: Number
+    workflow: Workflow
+    durability: Durability = Durability.SYNC
+    follow: Literal["none", "result", "events"] = "none"
+
+
+class Cancel(Message, tag="cancel"):
+    """Answered by Done once no work of the run goes on."""
+
+    request: Number
+    run: RunKey
+    reason: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+
+
+class Status(Message, tag="status"):
+    request: Number
+    run: RunKey
+
+
+class List(Message, tag="list"):
+    request: Number
+    state: RunState | None = None
+    limit: Count = 100
+
+
+class Watch(Message, tag="watch"):
+    """Answered by Update... from the run's beginning (as far as it is kept) and, when the run ends, RunResult without outputs."""
+
+    request: Number
+    run: RunKey
+
+
+class Result(Message, tag="result"):
+    request: Number
+    run: RunKey
+    wait: bool = True  # False: refused with NotFound-like BadRequest while the run goes on
+
+
+class Timeline(Message, tag="timeline"):
+    request: Number
+    run: RunKey
+
+
+class Devices(Message, tag="devices"):
+    request: Number
+
+
+class Statistics(Message, tag="statistics"):
+    request: Number
+
+
+class Shutdown(Message, tag="shutdown"):
+    """Only root and the daemon's own uid. `drain`: let running steps end first."""
+
+    request: Number
+    drain: bool = True
+
+
+Request = Submit | Cancel | Status | List | Watch | Result | Timeline | Devices | Statistics | Shutdown
+FromClient = ClientHello | Request
+
+# --- answers ----------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome"):
+    version: int
+    daemon: str
+    max_frame_bytes: int
+
+
+class Accepted(Message, tag="accepted"):
+    request: int
+    run: bytes
+
+
+class Update(Message, tag="update"):
+    """Something happened in a watched run. `number` counts from 1 within the run.
+
+    `event`: ready, placed, started, tokens, done, failed, cancelled, skipped, unknown, expanded (a map's tasks became known).
+    """
+
+    request: int
+    number: int
+    event: str
+    step: str
+    part: int  # position in the map, 0 elsewhere
+    device: str = ""
+    attempt: int = 0
+    at_ns: int = 0
+    text: str = ""
+    error: ErrorRecord | None = None
+
+
+class StepStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    id: str
+    op: str
+    state: str
+    tasks: int
+    tasks_done: int
+    device: str = ""
+    attempts: int = 0
+    queued_s: float = 0.0
+    run_s: float = 0.0
+    error: ErrorRecord | None = None
+
+
+class RunSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    run: bytes
+    name: str
+    uid: int
+    state: RunState
+    submitted_wall_ns: int
+    duration_s: float
+    steps: int
+    steps_done: int
+    durability: Durability
+    error: ErrorRecord | None = None
+
+
+class RunStatus(Message, tag="run_status"):
+    request: int
+    summary: RunSummary
+    steps: tuple[StepStatus, ...]
+
+
+class RunList(Message, tag="run_list"):
+    request: int
+    runs: tuple[RunSummary, ...]
+
+
+class RunResult(Message, tag="run_result"):
+    """`outputs` by name: msgpack values of hexrt.values. Failed and skipped steps are in `errors` by step id."""
+
+    request: int
+    run: bytes
+    state: RunState
+    outputs: dict[str, msgspec.Raw]
+    errors: dict[str, ErrorRecord]
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt of one task, as the timeline keeps it: nanoseconds on the monotonic clock, 0 for what did not happen."""
+
+    step: int
+    part: int
+    part_name: str
+    attempt: int
+    device: str
+    stream: int
+    ready_ns: int
+    placed_ns: int
+    start_ns: int
+    end_ns: int
+    state: str  # done, failed, cancelled, running, ...
+    predicted_ns: int = 0
+    tokens: int = 0
+
+
+class RunTimeline(Message, tag="run_timeline"):
+    """What a trace is written from. `steps` are (id, op); `edges` are (producer step index, consumer step index)."""
+
+    request: int
+    run: bytes
+    name: str
+    state: RunState
+    submitted_ns: int
+    submitted_wall_ns: int
+    ended_ns: int  # 0 while it runs
+    steps: tuple[tuple[str, str], ...]
+    edges: tuple[tuple[int, int], ...]
+    attempts: tuple[AttemptRecord, ...]
+
+
+class DeviceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    kind: str
+    state: str  # starting, ready, lost, absent
+    running: int = 0
+    queued: int = 0
+    done: int = 0
+    facts: dict[str, Any] = {}
+    why: str = ""  # for absent and lost
+
+
+class DeviceList(Message, tag="device_list"):
+    request: int
+    devices: tuple[DeviceStatus, ...]
+
+
+class StatisticsReport(Message, tag="statistics_report"):
+    request: int
+    values: dict[str, float]
+
+
+class Done(Message, tag="done"):
+    request: int
+
+
+class Refused(Message, tag="refused"):
+    """`request` is None where the frame could not be read far enough to know; the connection closes then."""
+
+    request: int | None
+    error: ErrorRecord
+
+
+FromDaemon = (
+    Welcome | Accepted | Update | RunStatus | RunList | RunResult | RunTimeline | DeviceList | StatisticsReport | Done
+    | Refused
+)  # fmt: skip
