@@ -79,6 +79,7 @@ class CancelRequested(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=Fa
     run: bytes
     uid: int
     wall_ns: int
+    at_ns: int
     reason: str
 
 

@@ -10,16 +10,17 @@ from collections import deque
 from time import monotonic_ns
 from typing import Any
 
+import msgspec
+
 from hexrt.devices.body import Bodies, describe
 from hexrt.devices.host import HostProgram
 from hexrt.errors import ErrorRecord
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.host import Cancel, HostFailed, HostFinished, HostStarted, Launch, ToHost, Withdraw
 
-import msgspec
-
 POLL_NS = 1_000_000
 FLUSH_NS = 500_000
+NOT_BEGUN = ErrorRecord("dropped", "not begun")
 
 
 class PoolProgram(HostProgram):
@@ -48,8 +49,7 @@ class PoolProgram(HostProgram):
                 self._broken.add(command)
                 if tell:
                     now = monotonic_ns()
-                    error = ErrorRecord("cancelled", "cancelled before it began")
-                    self.report(HostFailed(command, launch.attempt, now, now, error))
+                    self.report(HostFailed(command, launch.attempt, now, now, NOT_BEGUN))
                 return
 
     def frame_end(self) -> None:
@@ -66,10 +66,11 @@ class PoolProgram(HostProgram):
         while queue:
             launch = queue.popleft()
             command = launch.command
+            start = monotonic_ns()
             if self._broken and any(b.local in self._broken for b in launch.bindings if b.local):
                 self._broken.add(command)
+                report(HostFailed(command, launch.attempt, start, start, NOT_BEGUN))
                 continue
-            start = monotonic_ns()
             if launch.report_start:
                 report(HostStarted(command, launch.attempt, start))
                 self.flush()

@@ -47,7 +47,8 @@ class Binding(Message):
 
 
 class Launch(Message, tag=1):
-    """Run one task. Launches of a host are run in order; a Launch whose local producer failed is dropped without a report."""
+    """Run one task. Launches of a pool worker are run in order; one whose local producer failed is not begun: HostFailed of kind
+    `dropped`, like that of a Cancel that came before the beginning. Every Launch that is not withdrawn gets exactly one last report."""
 
     command: int
     attempt: int
