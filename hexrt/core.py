@@ -42,9 +42,7 @@ class TaskState(enum.IntEnum):
     UNKNOWN = 8  # not idempotent and in flight when the daemon died: it may or may not have happened
 
 
-TASK_ENDED = frozenset(
-    {TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED, TaskState.SKIPPED, TaskState.UNKNOWN}
-)
+TASK_ENDED = frozenset({TaskState.DONE, TaskState.FAILED, TaskState.CANCELLED, TaskState.SKIPPED, TaskState.UNKNOWN})
 
 
 class RunState(enum.StrEnum):

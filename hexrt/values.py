@@ -30,11 +30,10 @@ def _encode_hook(value: Any) -> Any:
             raise TypeError(f"a tensor of dtype {array.dtype} cannot be sent")
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("<"))
-        if array.ndim == 0:
+        if np.ndim(value) == 0:
             return array.item()
-        return msgspec.msgpack.Ext(
-            TENSOR, _encoder.encode((array.dtype.name, array.shape, memoryview(array).cast("B")))
-        )
+        content = array.reshape(-1).view(np.uint8).data
+        return msgspec.msgpack.Ext(TENSOR, _encoder.encode((array.dtype.name, array.shape, content)))
     raise TypeError(f"a value of type {type(value).__name__} cannot be sent")
 
 

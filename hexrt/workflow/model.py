@@ -33,7 +33,9 @@ class MapSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """Fan out: one task for each element of a list that a literal or another step's output gives."""
 
     over: Any  # a literal list or {"$ref": ...}
-    max_in_flight: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None  # tasks placed at a time; None: no cap
+    max_in_flight: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = (
+        None  # tasks placed at a time; None: no cap
+    )
 
 
 class Needs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
