@@ -1,0 +1,1 @@
+"""Where the time went: `layout` turns timelines into tracks and slices (pure), `perfetto` writes those as a Perfetto trace."""
