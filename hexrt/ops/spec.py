@@ -54,6 +54,7 @@ class OpSpec:
 
     `work` gives the number that run time grows with; the cost model keeps one estimate per power of two of it.
     `check` may raise BadRequest about a combination of parameters; `where` is filled in by the caller.
+    `idempotent` may depend on the parameters (an HTTP GET is, a POST is not): ask `is_idempotent`.
     """
 
     name: str
@@ -63,9 +64,12 @@ class OpSpec:
     inputs: Mapping[str, Port] = field(default_factory=dict)
     output: TensorMeta | None = None  # where the whole output is a tensor of known form
     outputs: Mapping[str, TensorMeta] = field(default_factory=dict)  # by key, where the output is a dict with tensors
-    idempotent: bool = True
+    idempotent: bool | Callable[[Any], bool] = True
     work: Callable[[Any, int], int] = by_input_bytes
     check: Callable[[Any], None] | None = None
+
+    def is_idempotent(self, params: Any) -> bool:
+        return self.idempotent if isinstance(self.idempotent, bool) else self.idempotent(params)
 
 
 class StepContext(msgspec.Struct, frozen=True, gc=False):
