@@ -86,6 +86,13 @@ class Statistics(Message, tag="statistics"):
     request: Number
 
 
+class Forget(Message, tag="forget"):
+    """Ends a Watch, the following of a Submit, or a wait, by its request number: it gets no further answer. The run goes on. Answered by Done."""
+
+    request: Number
+    target: Number
+
+
 class Shutdown(Message, tag="shutdown"):
     """Only root and the daemon's own uid. `drain`: let running steps end first."""
 
@@ -93,7 +100,7 @@ class Shutdown(Message, tag="shutdown"):
     drain: bool = True
 
 
-Request = Submit | Cancel | Status | List | Watch | Result | Timeline | Devices | Statistics | Shutdown
+Request = Submit | Cancel | Status | List | Watch | Result | Timeline | Devices | Statistics | Forget | Shutdown
 FromClient = ClientHello | Request
 
 # --- answers ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+"""One client's socket: frames in, answers out.
+
+Owns the socket and the bytes in both directions. Used from the loop's thread only. Answers go out once a loop turn in as few writes as
+the socket takes. While a client does not read, answers to its requests are held back unencoded and it is not read from; a client that
+lets what was pushed to it pile up above the cap is cut off. Promises nothing about delivery: `on_close` is called once, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from hexrt.errors import BadRequest
+from hexrt.protocol.framing import HEADER, FrameSplitter
+from hexrt.protocol.messages import FromDaemon, Refused
+
+READ_BYTES = 1 << 16
+READ_ON_BYTES = 1 << 20  # in the middle of a large frame
+STALLED_SWEEPS = 3
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    max_frame_bytes: int
+    max_unsent_bytes: int
+    max_in_flight: int = 256  # requests of one client that are not fully answered
+
+
+class Connection:
+    """Frame bodies are given to `on_frames`; `on_bad_frame` gets the error that made the stream unreadable."""
+
+    __slots__ = (
+        "_flush_due", "_frames", "_held", "_loop", "_on_bad_frame", "_on_close", "_on_frames", "_paused", "_sent", "_socket",
+        "_splitter", "_stalled", "_unsent", "_watched", "_writing", "closed", "ending", "limits",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        limits: ConnectionLimits,
+        on_frames: Callable[[list[bytes]], None],
+        on_bad_frame: Callable[[BadRequest], None],
+        on_close: Callable[[str], None],
+    ) -> None:
+        sock.setblocking(False)
+        self.limits = limits
+        self.closed = False
+        self.ending = False  # nothing more is read; closed as soon as all is sent
+        self._loop = loop
+        self._socket = sock
+        self._splitter = FrameSplitter(limits.max_frame_bytes)
+        self._on_frames = on_frames
+        self._on_bad_frame = on_bad_frame
+        self._on_close = on_close
+        self._unsent = bytearray()
+        self._held: deque[tuple[FromDaemon, Callable[[], object] | None]] = deque()
+        self._flush_due = False
+        self._paused = False  # not read from
+        self._writing = False  # waits until the socket takes more
+        self._frames = 0  # seen
+        self._sent = 0  # bytes
+        self._watched = (0, 0)
+        self._stalled = 0
+        loop.add_reader(sock.fileno(), self._read)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return len(self._unsent)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(READ_ON_BYTES if self._splitter.pending_bytes else READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(f"read failed: {error.strerror}")
+            return
+        if not data:
+            self.close("the client is gone")
+            return
+        bodies = []
+        broken = None
+        try:
+            for body in self._splitter.feed(data):
+                bodies.append(body)
+        except BadRequest as error:
+            broken = error
+        if bodies:
+            self._frames += len(bodies)
+            self._on_frames(bodies)
+        if broken is not None and not self.ending:
+            self._on_bad_frame(broken)
+
+    def answer(self, message: FromDaemon, then: Callable[[], object] | None = None) -> None:
+        """Sends a message that some request waits for; `then` is called once it is encoded, perhaps later. Does nothing when closed."""
+        if self.closed:
+            return
+        if self._held or not self._can_take():
+            if not self.closed:
+                self._held.append((message, then))
+                self._pause()
+            return
+        self._append(message)
+        if then is not None:
+            then()
+
+    def push(self, message: FromDaemon) -> None:
+        """Sends a message that nobody asked for just now. Never raises; a client that does not read is closed, a little later."""
+        if self.closed:
+            return
+        if self._can_take():
+            self._append(message)
+        elif not self.closed:
+            self._abandon("the client does not read what it watches")
+
+    def _append(self, message: FromDaemon) -> None:
+        at = len(self._unsent)
+        self._unsent += b"\0\0\0\0"
+        try:
+            _encoder.encode_into(message, self._unsent, -1)
+        except BaseException:
+            del self._unsent[at:]
+            raise
+        size = len(self._unsent) - at - 4
+        if size > self.limits.max_frame_bytes:
+            del self._unsent[at + 4 :]
+            error = BadRequest(
+                f"the answer has {size} bytes, more than the {self.limits.max_frame_bytes} of limits.max_frame_mib: return less, or raise it"
+            )
+            number = getattr(message, "request", None)
+            _encoder.encode_into(Refused(number, error.record()), self._unsent, -1)
+            size = len(self._unsent) - at - 4
+        HEADER.pack_into(self._unsent, at, size)
+        if not self._flush_due and not self._writing:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if not self._writing:
+            self._write()
+
+    def _can_take(self) -> bool:
+        """Whether a further message may be encoded, once the socket has taken what it can."""
+        if len(self._unsent) > self.limits.max_unsent_bytes and not self._writing:
+            self._write()
+        return not self.closed and len(self._unsent) <= self.limits.max_unsent_bytes
+
+    def _write(self) -> None:
+        if self.closed:
+            return
+        if self._unsent:
+            try:
+                sent = self._socket.send(self._unsent)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                self._abandon(f"write failed: {error.strerror}")
+                return
+            self._sent += sent
+            del self._unsent[:sent]
+        if self._unsent:
+            if not self._writing:
+                self._writing = True
+                self._loop.add_writer(self._socket.fileno(), self._write_on)
+        elif self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _write_on(self) -> None:
+        self._write()
+        while self._held and not self.closed and len(self._unsent) <= self.limits.max_unsent_bytes:
+            message, then = self._held.popleft()
+            self._append(message)
+            if then is not None:
+                then()
+        if self.closed or self._held:
+            return
+        if self._paused and not self.ending:
+            self._paused = False
+            self._loop.add_reader(self._socket.fileno(), self._read)
+        if self.ending and not self._unsent:
+            self.close("ended")
+
+    def _pause(self) -> None:
+        if not self._paused and not self.ending:
+            self._paused = True
+            self._loop.remove_reader(self._socket.fileno())
+
+    def end(self) -> None:
+        """Reads no more, and closes when all answers so far are sent."""
+        if self.ending or self.closed:
+            return
+        self._pause()
+        self.ending = True
+        if not self._writing:
+            self._write()
+        if not self.closed and not self._unsent and not self._held:
+            self.close("ended")
+
+    def is_stuck(self) -> bool:
+        """Asked by a sweep, twice in a time limit: whether a frame stayed unfinished, or an answer untouched, for the limit or up to half as much again."""
+        mark = (self._frames, self._sent)
+        owing = bool(self._unsent) and (bool(self._held) or self.ending)
+        waiting = self._splitter.pending_bytes > 0 and not self._paused
+        moved = mark[0] != self._watched[0] if waiting else mark[1] != self._watched[1]
+        self._watched = mark
+        self._stalled = self._stalled + 1 if (owing or waiting) and not moved else 0
+        return self._stalled >= STALLED_SWEEPS
+
+    def _abandon(self, reason: str) -> None:
+        """Closes from within a call of somebody who may be looping over its watchers: they learn of it in the next turn."""
+        self._shut()
+        self._loop.call_soon(self._on_close, reason)
+
+    def close(self, reason: str) -> None:
+        """At once; what is unsent is lost. May be called again."""
+        if not self.closed:
+            self._shut()
+            self._on_close(reason)
+
+    def _shut(self) -> None:
+        self.closed = True
+        fd = self._socket.fileno()
+        self._loop.remove_reader(fd)
+        self._loop.remove_writer(fd)
+        self._socket.close()
+        self._unsent.clear()
+        self._held.clear()
