@@ -1,0 +1,1 @@
+"""Pages of KV cache and tensors: `pool` counts frames and keeps page tables."""
