@@ -1,0 +1,119 @@
+"""A `hexrtd` of the demo's own: its process, its socket and state in a temporary directory, its configuration.
+
+Owns the process and the directory from `__enter__` to `__exit__`; whatever ends the demo, nothing of either is left. Started from the
+main thread only: the kernel ends the daemon when the thread that started it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hexrt.errors import Disconnected
+
+START_S = 30.0
+STOP_S = 20.0
+PR_SET_PDEATHSIG = 1
+LOG_LINES = 15
+
+
+def toml(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """TOML of tables of strings, numbers, booleans and lists of these; table names may be dotted and are written as given."""
+    lines: list[str] = []
+    for name, values in tables.items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class DemoDaemon:
+    """`with DemoDaemon(tables) as daemon: daemon.socket`. Raises Disconnected, with the end of its log, where it does not start."""
+
+    def __init__(self, tables: Mapping[str, Mapping[str, object]]) -> None:
+        self._tables = tables
+
+    def __enter__(self) -> DemoDaemon:
+        self._directory = Path(tempfile.mkdtemp(prefix="hexrt-demo-"))
+        self.socket = self._directory / "hexrt.sock"
+        try:
+            self._start()
+        except BaseException:
+            self._clean_up()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._stop()
+        finally:
+            self._clean_up()
+
+    def _start(self) -> None:
+        config = self._directory / "hexrt.toml"
+        config.write_text(toml(self._tables))
+        self._log = self._directory / "log"
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("HEXRT_")}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, open(self._log, "wb") as log:
+            notify = self._directory / "notify"
+            ready.bind(str(notify))
+            command = [sys.executable, "-m", "hexrt.daemon", "--config", str(config), "--socket", str(self.socket)]
+            command += ["--state-dir", str(self._directory / "state")]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environ | {"NOTIFY_SOCKET": str(notify)},
+                process_group=0,  # Ctrl-C in the terminal is the demo's, which then stops the daemon in order
+                preexec_fn=_die_with_parent,
+            )
+            self._wait_ready(ready)
+
+    def _wait_ready(self, ready: socket.socket) -> None:
+        """Waits for the daemon's READY=1, or for its end, whichever is first."""
+        ended = os.pidfd_open(self._process.pid)
+        try:
+            while True:
+                readable, _, _ = select.select([ready.fileno(), ended], [], [], START_S)
+                if ready.fileno() in readable:
+                    if b"READY=1" in ready.recv(4096):
+                        return
+                elif readable:
+                    raise Disconnected(f"hexrtd ended at its start:\n{self.log_end()}")
+                else:
+                    raise Disconnected(f"hexrtd was not ready after {START_S:g} s:\n{self.log_end()}")
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            os.close(ended)
+
+    def log_end(self) -> str:
+        """The last lines that the daemon wrote."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+
+    def _stop(self) -> None:
+        """Asks the daemon to end and waits; what has not ended in time is killed with its process group."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""What the demo tells at its end: where each step ran, how long it waited and ran, and how much the overlap gained.
+
+Pure: made from the timelines of the runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from hexrt.protocol.messages import RunTimeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step of one run. Its tasks' times are added up."""
+
+    run: str
+    step: str
+    op: str
+    state: str
+    devices: tuple[str, ...]
+    queue_ns: int
+    run_ns: int
+    tokens: int
+
+
+def step_times(label: str, timeline: RunTimeline) -> list[StepTimes]:
+    """The steps of a run that were attempted, in the workflow's order."""
+    times = []
+    for index, (step, op) in enumerate(timeline.steps):
+        tried = [a for a in timeline.attempts if a.step == index]
+        if tried:
+            ran = [a for a in tried if a.start_ns]
+            times.append(
+                StepTimes(
+                    label,
+                    step,
+                    op,
+                    tried[-1].state,
+                    tuple(sorted({a.device for a in tried if a.device})),
+                    sum(max(0, a.start_ns - a.ready_ns) for a in ran),
+                    sum(max(0, a.end_ns - a.start_ns) for a in ran),
+                    sum(a.tokens for a in tried),
+                )
+            )
+    return times
+
+
+def span_ns(timelines: Sequence[RunTimeline]) -> int:
+    """From the first submission to the last end."""
+    return max(t.ended_ns for t in timelines) - min(t.submitted_ns for t in timelines)
+
+
+def busy_ns(timelines: Sequence[RunTimeline]) -> int:
+    """The running times of all attempts, added up."""
+    return sum(max(0, a.end_ns - a.start_ns) for t in timelines for a in t.attempts if a.start_ns)
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:,.1f}" if ns < 1e8 else f"{ns / 1e6:,.0f}"
+
+
+def steps_table(times: Sequence[StepTimes], every_run: bool) -> Table:
+    """A row a step: of each run, or over the runs their medians and the longest."""
+    table = Table(title="steps", title_justify="left", header_style="bold")
+    lead = ("question", "step") if every_run else ("step", "op", "runs")
+    for name in lead:
+        table.add_column(name, justify="right" if name == "runs" else "left", no_wrap=True)
+    table.add_column("device")
+    for name in ("queued ms", "ran ms") if every_run else ("queued ms", "longest", "ran ms", "longest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    if every_run:
+        for t in times:
+            table.add_row(t.run, t.step, ", ".join(t.devices), _ms(t.queue_ns), _ms(t.run_ns), str(t.tokens or ""))
+        return table
+    for step in dict.fromkeys(t.step for t in times):
+        rows = [t for t in times if t.step == step]
+        devices = sorted({device for t in rows for device in t.devices})
+        queued, ran = [t.queue_ns for t in rows], [t.run_ns for t in rows]
+        cells = (_ms(median(queued)), _ms(max(queued)), _ms(median(ran)), _ms(max(ran)))
+        table.add_row(
+            step, rows[0].op, str(len(rows)), ", ".join(devices), *cells, str(sum(t.tokens for t in rows) or "")
+        )
+    return table
+
+
+def as_json(times: Sequence[StepTimes]) -> list[dict[str, Any]]:
+    return [
+        {
+            "run": t.run,
+            "step": t.step,
+            "op": t.op,
+            "state": t.state,
+            "devices": list(t.devices),
+            "queue_ms": t.queue_ns / 1e6,
+            "run_ms": t.run_ns / 1e6,
+            "tokens": t.tokens,
+        }
+        for t in times
+    ]
