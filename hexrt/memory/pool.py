@@ -45,7 +45,7 @@ class PagePool:
         self.frames = frames
         self.page_tokens = page_tokens
         self._free = _column(range(frames - 1, -1, -1))  # a stack
-        self._counts = _column(bytes(frames))
+        self._counts = _column((0,)) * frames
         self._shared = 0
         self._tables: dict[SequenceId, _Table] = {}
 
