@@ -6,34 +6,64 @@ array is met, so that the daemon, which never opens a tensor, stays without it. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from hexrt.core import TensorMeta
 from hexrt.errors import TaskFailed
 
 TENSOR = 1
 """msgpack extension code; the payload is msgpack `[dtype name, shape, bytes in C order, little-endian]`."""
 
+_ITEM_BYTES = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
+    "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+_MOST_DIMENSIONS = 32
 NIL = msgspec.Raw(b"\xc0")
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _raw_dict = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
-def _encode_hook(value: Any) -> Any:
-    if hasattr(value, "__array__") and hasattr(value, "dtype"):
-        import numpy as np
+def is_array(value: Any) -> bool:
+    """True for what `tensor` takes: NumPy arrays and scalars, and what turns into them by itself."""
+    return hasattr(value, "__array__") and hasattr(value, "dtype")
 
-        array = np.ascontiguousarray(value)
-        if array.dtype.kind not in "biufc":
-            raise TypeError(f"a tensor of dtype {array.dtype} cannot be sent")
-        if array.dtype.byteorder == ">":
-            array = array.astype(array.dtype.newbyteorder("<"))
-        if np.ndim(value) == 0:
-            return array.item()
-        content = array.reshape(-1).view(np.uint8).data
-        return msgspec.msgpack.Ext(TENSOR, _encoder.encode((array.dtype.name, array.shape, content)))
+
+def tensor(value: Any) -> Any:
+    """The extension that carries an array, or the plain number of one without dimensions. Raises TypeError for a dtype that cannot be sent."""
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise TypeError(f"a tensor of dtype {array.dtype} cannot be sent")
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    if array.ndim == 0:
+        return array.item()
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return msgspec.msgpack.Ext(TENSOR, _encoder.encode((array.dtype.name, array.shape, content)))
+
+
+def tensor_meta(ext: msgspec.msgpack.Ext) -> TensorMeta:
+    """dtype and shape of an encoded tensor, without NumPy. Raises ValueError or msgspec.DecodeError where it is damaged."""
+    dtype, shape, content = _tensor.decode(ext.data)
+    if dtype not in _ITEM_BYTES:
+        raise ValueError(f"dtype {dtype[:40]!r} is not allowed in a tensor")
+    if len(shape) > _MOST_DIMENSIONS or any(n < 0 for n in shape):
+        raise ValueError("the shape of this tensor is not possible")
+    need = math.prod(shape) * _ITEM_BYTES[dtype]
+    if need != len(content):
+        raise ValueError(f"a tensor {dtype}{list(shape)} has {need} bytes, and this one has {len(content)}")
+    return TensorMeta(dtype, shape)
+
+
+def _encode_hook(value: Any) -> Any:
+    if is_array(value):
+        return tensor(value)
     raise TypeError(f"a value of type {type(value).__name__} cannot be sent")
 
 

@@ -6,7 +6,11 @@ A reference stands in `inputs`, at any depth, where a literal could stand:
 
     {"$ref": "hits.documents.0.text"}    output of step `hits`, then a path of keys and list positions into it
     {"$item": "title"}                   the element that this task of a `map` step was given, then a path into it
+    {"$item": ""}                        the whole element
     {"$file": "photo.png"}               only in a file on the client's side: replaced by the file's bytes before sending
+
+A path may be a list instead of text, `{"$ref": ["hits", "a.b", 0]}`, for keys that hold dots or are digits; -1 is the last position of a list.
+A `$ref` that begins with `#` is a pointer of a JSON Schema that is passed as data, and no reference.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ StepName = NewType("StepName", str)
 STEP_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 """What a step may be called; no dots, since a dot starts the path of a reference."""
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$(?!\n)")]
 Label = Annotated[str, msgspec.Meta(max_length=200)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=31_536_000)]
 Priority = Annotated[int, msgspec.Meta(ge=-100, le=100)]

@@ -1,0 +1,57 @@
+"""Says where in a workflow a fault lies and what to write instead. Used by `check`, `load` and `build`. Pure.
+
+A place is written `steps.hits.inputs.query[2].text`: keys by dots, list positions in brackets, steps by id.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from hexrt.errors import BadRequest
+
+_PATH = re.compile(r"\$([^`]*)`$")
+_FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
+MOST_SHOWN = 12
+
+
+def place(prefix: str, at: Iterable[str | int]) -> str:
+    """`place("inputs", ("texts", 2))` is `inputs.texts[2]`."""
+    return prefix + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence: the nearest of `known`, else all of them where they are few."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, 1) if len(name) <= 200 and len(names) <= 20_000 else []
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    if not names:
+        return "; there are none"
+    shown = ", ".join(names[:MOST_SHOWN])
+    return f"; there are: {shown}" + (f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
+
+
+def quoted(name: object) -> str:
+    """`name` for a message, cut where it is long."""
+    text = repr(name)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def field_error(error: msgspec.ValidationError, prefix: str, known: Sequence[str] = ()) -> BadRequest:
+    """msgspec's complaint as a BadRequest whose `where` is `prefix` and the path of the field. `known` are the fields that exist there."""
+    text, _, at = str(error).partition(" - at ")
+    found = _PATH.search(at)
+    path = prefix + (found[1] if found else "")
+    text = text[:1].lower() + text[1:]
+    field = _FIELD.search(text)
+    if field is not None:
+        path = f"{path}.{field[1]}"
+        if "unknown" in text:
+            text = f"there is no such field{did_you_mean(field[1], known) if known else ''}"
+        else:
+            text = "this field is required: give it a value"
+    return BadRequest(text, path.lstrip("."))
