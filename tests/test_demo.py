@@ -1,0 +1,99 @@
+"""The pieces of the demo that stand alone: its tool, its programs, its report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+
+import httpx
+import pytest
+
+from hexrt.cli.demo_daemon import DemoDaemon, toml
+from hexrt.cli.demo_questions import QUESTIONS, Question
+from hexrt.cli.demo_report import busy_ns, span_ns, step_times
+from hexrt.cli.demo_tool import LocalTool, readability
+from hexrt.core import RunState
+from hexrt.errors import Disconnected
+from hexrt.protocol.messages import AttemptRecord, RunTimeline
+
+
+def judged(question: Question, stdout: str, exit_code: int = 0, stderr: str = "") -> dict[str, object]:
+    trial = json.dumps({"stdout": stdout, "stderr": stderr, "exit_code": exit_code})
+    done = subprocess.run(
+        [sys.executable, "-c", question.fixed], input=trial, capture_output=True, text=True, check=True
+    )
+    verdict: dict[str, object] = json.loads(done.stdout)
+    return verdict
+
+
+def test_the_fixed_program_says_whose_result_it_is() -> None:
+    everest = QUESTIONS[0]
+    assert judged(everest, "29,031.7 feet\n") == {
+        "result": 29031.694,
+        "by": "model",
+        "why": "the model's ran and is right",
+    }
+    assert judged(everest, "8848\n") == {
+        "result": 29031.694,
+        "by": "fixed",
+        "why": "the model's ran but printed '8848'",
+    }
+    assert judged(everest, "") == {"result": 29031.694, "by": "fixed", "why": "the model's ran but printed nothing"}
+    failed = judged(everest, "29031.7", exit_code=1, stderr="Traceback\nNameError: name 'x' is not defined\n")
+    assert (failed["by"], failed["why"]) == ("fixed", "the model's did not run: NameError: name 'x' is not defined")
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q.title)
+def test_every_fixed_program_runs(question: Question) -> None:
+    verdict = judged(question, "nothing of use")
+    assert verdict["by"] == "fixed" and isinstance(verdict["result"], int | float) and verdict["result"] > 0
+
+
+def test_readability_counts_words_sentences_and_ease() -> None:
+    assert readability("The cat sat on the mat.") == {"words": 6, "sentences": 1, "seconds": 1.6, "ease": 116.1}
+    assert readability("") == {"words": 0, "sentences": 1, "seconds": 0.0, "ease": 206.8}
+
+
+def test_the_local_tool_answers_and_refuses_what_it_cannot_read() -> None:
+    with LocalTool() as tool, httpx.Client() as http:
+        assert http.post(tool.url, json={"text": "One two. Three!"}).json()["sentences"] == 2
+        assert http.post(tool.url, content=b"{").status_code == 400
+        assert http.post(tool.url, content=b"[" * 5000).status_code == 400
+        assert http.post(tool.url, json={"text": "x" * 70_000}).status_code == 413
+        assert http.post(tool.url + "x", json={}).status_code == 404
+
+
+def test_the_configuration_that_the_demo_writes_is_read_back_the_same() -> None:
+    tables = {
+        "pool": {"workers": 2},
+        'ops."tool.http"': {"allow": ["127.0.0.1:80", 'a"\\\n']},
+        "x": {"on": True, "s": 0.5},
+    }
+    assert tomllib.loads(toml(tables)) == {
+        "pool": {"workers": 2},
+        "ops": {"tool.http": {"allow": ["127.0.0.1:80", 'a"\\\n']}},
+        "x": {"on": True, "s": 0.5},
+    }
+
+
+def test_step_times_add_up_the_tasks_of_a_step() -> None:
+    def tried(step: int, part: int, device: str, ready: int, start: int, end: int) -> AttemptRecord:
+        return AttemptRecord(step, part, "run", 1, device, 0, ready, ready, start, end, "done", 0, part)
+
+    timeline = RunTimeline(
+        0, b"r" * 16, "q", RunState.SUCCEEDED, 0, 0, 50, (("a", "noop"), ("b", "noop"), ("c", "noop")), ((0, 1),),
+        (tried(0, 0, "pool:1", 0, 1, 5), tried(0, 1, "pool:0", 2, 5, 9), tried(1, 0, "io:0", 9, 10, 40)),
+    )  # fmt: skip
+    first, second = step_times("q1", timeline)
+    assert (first.devices, first.queue_ns, first.run_ns, first.tokens) == (("pool:0", "pool:1"), 4, 8, 1)
+    assert (second.step, second.queue_ns, second.run_ns) == ("b", 1, 30)
+    assert (span_ns([timeline]), busy_ns([timeline])) == (50, 38)
+
+
+def test_a_daemon_that_cannot_start_is_reported_with_its_reason_and_leaves_nothing() -> None:
+    daemon = DemoDaemon({"nonsense": {"key": 1}})
+    with pytest.raises(Disconnected, match="nonsense"), daemon:
+        pytest.fail("it started")
+    assert not daemon.socket.parent.exists()
