@@ -1,0 +1,24 @@
+"""The client library: `Client` (blocking) and `AsyncClient`, two faces over one schema (`calls`).
+
+Both have the same methods and raise the errors of `hexrt.errors`. The asyncio face is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hexrt.client.blocking import Client
+from hexrt.client.calls import Outcome, Outputs, run_key
+
+if TYPE_CHECKING:
+    from hexrt.client.asynchronous import AsyncClient
+
+__all__ = ["AsyncClient", "Client", "Outcome", "Outputs", "run_key"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AsyncClient":
+        from hexrt.client.asynchronous import AsyncClient
+
+        return AsyncClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

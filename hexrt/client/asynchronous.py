@@ -1,0 +1,194 @@
+"""The asyncio face of the client.
+
+Owns one connection and the task that reads it. Used on the loop it was entered on, by any number of tasks. Does not connect again by
+itself. What a slow reader of `watch` has not taken yet is kept in this process's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from hexrt.client import calls
+from hexrt.client.calls import Call, Outcome, Run
+from hexrt.core import Durability, RunId, RunState
+from hexrt.errors import Disconnected, HexrtError, from_record
+from hexrt.paths import client_socket
+from hexrt.protocol import messages as m
+from hexrt.workflow.model import Workflow
+
+T = TypeVar("T")
+
+
+class _Exchange:
+    """An open request. `ended` says that no further answer will come."""
+
+    __slots__ = ("ended", "inbox")
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[m.FromDaemon | HexrtError] = asyncio.Queue()
+        self.ended = False
+
+    async def next(self) -> m.FromDaemon:
+        message = await self.inbox.get()
+        if isinstance(message, HexrtError):
+            self.ended = True
+            raise message
+        return message
+
+
+class AsyncClient:
+    """`async with AsyncClient() as client`: many calls may be open at once. A call that is cancelled is ended at the daemon too.
+
+    An iterator that is left half way should be closed (`contextlib.aclosing`), or the daemon goes on sending until it is collected.
+    """
+
+    def __init__(self, socket_path: str | os.PathLike[str] | None = None, timeout_s: float = calls.HANDSHAKE_S) -> None:
+        """Connects only when entered. `timeout_s` holds for the handshake."""
+        self.path = Path(socket_path) if socket_path else client_socket(os.environ)
+        self._timeout_s = timeout_s
+        self._wire = calls.Wire()
+        self._exchanges: dict[int | None, _Exchange] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._gone: HexrtError | None = None
+
+    async def __aenter__(self) -> Self:
+        """Raises Disconnected, saying what to do."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._reader, self._writer = await asyncio.open_unix_connection(self.path)
+                self._exchanges[None] = handshake = _Exchange()
+                self._reading = asyncio.create_task(self._read())
+                self._writer.write(self._wire.hello())
+                self._wire.welcome(await handshake.next())
+        except OSError as error:
+            await self.close()
+            calls.unreachable(self.path, error)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Calls that are open raise Disconnected."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+            self._reading = None
+            self._writer.close()
+            with suppress(OSError):
+                await self._writer.wait_closed()
+
+    async def _read(self) -> None:
+        gone: HexrtError = Disconnected("this connection to hexrtd is closed: make a new AsyncClient")
+        try:
+            while data := await self._reader.read(calls.READ_BYTES):
+                for owner, message in self._wire.answers(data):
+                    if owner is None and isinstance(message, m.Refused):
+                        raise from_record(message.error)
+                    if owner in self._exchanges:
+                        self._exchanges[owner].inbox.put_nowait(message)
+            gone = calls.broken()
+        except OSError as error:
+            gone = calls.broken(error)
+        except HexrtError as error:
+            gone = error
+        finally:
+            self._gone = gone
+            for exchange in self._exchanges.values():
+                exchange.inbox.put_nowait(gone)
+
+    @contextmanager
+    def _exchange(self, call: Call[Any]) -> Iterator[_Exchange]:
+        if self._reading is None or self._gone is not None:
+            raise self._gone or Disconnected("this AsyncClient is not connected: use `async with`")
+        number, data = self._wire.request(call)
+        self._exchanges[number] = exchange = _Exchange()
+        self._writer.write(data)
+        try:
+            yield exchange
+        finally:
+            del self._exchanges[number]
+            if not exchange.ended and self._gone is None:
+                self._writer.write(self._wire.request(calls.forget(number))[1])
+
+    async def _sent(self) -> None:
+        """Waits while the daemon takes no more; if it is gone, the answer says so better than the write."""
+        with suppress(ConnectionError):
+            await self._writer.drain()
+
+    async def _ask(self, call: Call[T]) -> T:
+        with self._exchange(call) as exchange:
+            await self._sent()
+            message = await exchange.next()
+            exchange.ended = True
+            return call.convert(message)
+
+    async def _iterate(self, call: Call[T]) -> AsyncIterator[T]:
+        with self._exchange(call) as exchange:
+            await self._sent()
+            while not exchange.ended:
+                message = await exchange.next()
+                exchange.ended = isinstance(message, m.RunResult | m.Refused)
+                yield call.convert(message)
+
+    async def submit(self, workflow: Workflow, durability: Durability = Durability.SYNC) -> RunId:
+        """Returns once the run is as durable as `durability` asks."""
+        return await self._ask(calls.submit(workflow, durability))
+
+    async def run(self, workflow: Workflow, durability: Durability = Durability.SYNC) -> Outcome:
+        """Submits and waits for the end. A failed run is returned, not raised: see Outcome.check."""
+        call = calls.run(workflow, durability)
+        with self._exchange(call) as exchange:
+            await self._sent()
+            outcome = None
+            while outcome is None:
+                message = await exchange.next()
+                exchange.ended = not isinstance(message, m.Accepted)
+                outcome = call.convert(message)
+            return outcome
+
+    def follow(
+        self, workflow: Workflow, durability: Durability = Durability.SYNC
+    ) -> AsyncIterator[m.Accepted | m.Update | Outcome]:
+        """Submits; yields Accepted, then what happens, and last the Outcome."""
+        return self._iterate(calls.follow(workflow, durability))
+
+    def watch(self, run: Run) -> AsyncIterator[m.Update | Outcome]:
+        """What happened in the run as far as it is kept, then what happens, and last the Outcome without outputs."""
+        return self._iterate(calls.watch(run))
+
+    async def status(self, run: Run) -> m.RunStatus:
+        return await self._ask(calls.status(run))
+
+    async def list(self, state: RunState | None = None, limit: int = 100) -> tuple[m.RunSummary, ...]:
+        """The newest runs that you may see."""
+        return await self._ask(calls.list_runs(state, limit))
+
+    async def result(self, run: Run, wait: bool = True) -> Outcome:
+        """Without `wait`, raises BadRequest while the run goes on."""
+        return await self._ask(calls.result(run, wait))
+
+    async def cancel(self, run: Run, reason: str = "") -> None:
+        """Returns once no work of the run goes on."""
+        await self._ask(calls.cancel(run, reason))
+
+    async def timeline(self, run: Run) -> m.RunTimeline:
+        return await self._ask(calls.timeline(run))
+
+    async def devices(self) -> tuple[m.DeviceStatus, ...]:
+        return await self._ask(calls.devices())
+
+    async def statistics(self) -> dict[str, float]:
+        return await self._ask(calls.statistics())
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """Asks the daemon to stop; with `drain`, once running steps have ended."""
+        await self._ask(calls.shutdown(drain))
