@@ -12,14 +12,22 @@ from typing import Any
 
 import msgspec
 
-from hexrt.core import Durability, RunState, TaskState
-from hexrt.errors import ErrorRecord, HexrtError
+from hexrt.core import RunState, TaskState
+from hexrt.errors import ErrorRecord, HexrtError, TaskFailed
 from hexrt.events import (
-    CancelRequested, DeadlinePassed, Emitted, Event, Failed, Finished, Recovered, Started, Submitted,
+    CancelRequested,
+    DeadlinePassed,
+    Emitted,
+    Event,
+    Failed,
+    Finished,
+    Recovered,
+    Started,
+    Submitted,
 )  # fmt: skip
-from hexrt.protocol.messages import AttemptRecord
+from hexrt.runtime.entities import Change, Run, Step, Task, record_of
 from hexrt.values import NIL, elements, join, pick
-from hexrt.workflow.graph import Node, TaskGraph
+from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import Workflow
 
 W, READY, PLACED, RUNNING, DONE = (
@@ -34,74 +42,6 @@ DROPPED = "dropped"
 """Kind of a failure that only says that a placed task was not begun; it does not count."""
 FINAL_KINDS = frozenset({"bad_request", "unavailable", "cancelled", "not_found"})
 """Errors that another attempt cannot mend."""
-
-
-class Task(msgspec.Struct, gc=False, eq=False):
-    """One scheduled unit, and its own timeline record. Times are monotonic ns, 0 for what did not happen."""
-
-    run: Run
-    step: Step
-    part: int  # map position x parts of the op + op_part
-    op_part: int
-    state: TaskState = W
-    attempt: int = 0
-    failures: int = 0
-    blameless: int = 0
-    device: str = ""
-    command: int = 0
-    work: int = 0
-    ready_ns: int = 0
-    placed_ns: int = 0
-    start_ns: int = 0
-    end_ns: int = 0
-    predicted_ns: int = 0
-    output: msgspec.Raw | None = None
-    item: msgspec.Raw | None = None
-    answered: list[int] | None = None  # token ids of an LLM answer so far
-    text: list[str] | None = None
-
-
-class Step(msgspec.Struct, gc=False, eq=False):
-    node: Node
-    pending: int
-    state: TaskState = W
-    rank: float = 0.0  # remaining critical path in ns, this step included
-    tasks: list[Task] = []
-    open_tasks: int = 0
-    held: list[Task] = []  # map tasks kept back by max_in_flight, last first
-    output: msgspec.Raw | None = None
-    error: ErrorRecord | None = None
-
-
-class Run(msgspec.Struct, gc=False, eq=False):
-    id: bytes
-    name: str
-    uid: int
-    gid: int
-    durability: Durability
-    submitted_ns: int
-    wall_ns: int
-    graph: TaskGraph | None
-    steps: list[Step] = []
-    open_steps: int = 0
-    in_flight: int = 0
-    state: RunState = RunState.RUNNING
-    cancelled: ErrorRecord | None = None  # why the run is being stopped
-    error: ErrorRecord | None = None
-    ended_ns: int = 0
-    watched: bool = False
-    ticket: int = 0  # newest store ticket of the run's facts; the service's
-    history: list[AttemptRecord] = []  # attempts before the current one
-
-
-class Change(msgspec.Struct, frozen=True, gc=False):
-    """Something a watcher of the run is told."""
-
-    run: Run
-    event: str
-    step: Step | None
-    task: Task | None
-    text: str = ""
 
 
 class RunTable:
@@ -216,7 +156,12 @@ class RunTable:
             return
         over = node.map
         try:
-            items = list(over.elements) if over.elements is not None else elements(pick(self._output(run, over.step), over.path))  # fmt: skip
+            if over.elements is not None:
+                items = list(over.elements)
+            else:
+                items = elements(pick(run.steps[over.step].output or NIL, over.path))
+            if len(items) > self.max_tasks:
+                raise TaskFailed(f"{len(items)} elements are more than the {self.max_tasks} tasks allowed")
         except HexrtError as error:
             self._fail_step(run, step, ErrorRecord("task_failed", f"map.over: {error.message}", node.id), now_ns)
             return
@@ -236,9 +181,6 @@ class RunTable:
             first = first[: over.max_in_flight]
         for task in first:
             self._task_ready(task, now_ns)
-
-    def _output(self, run: Run, step: int) -> msgspec.Raw:
-        return run.steps[step].output or NIL
 
     def _task_ready(self, task: Task, now_ns: int) -> None:
         task.ready_ns = now_ns
@@ -303,7 +245,9 @@ class RunTable:
             if step.node.map is None:
                 self._step_done(run, step, event.output, event.end_ns)
             else:
-                self._step_done(run, step, join([t.output or NIL for t in step.tasks[parts - 1 :: parts]]), event.end_ns)
+                self._step_done(
+                    run, step, join([t.output or NIL for t in step.tasks[parts - 1 :: parts]]), event.end_ns
+                )
 
     def _step_done(self, run: Run, step: Step, output: msgspec.Raw, now_ns: int) -> None:
         step.state = DONE
@@ -434,8 +378,9 @@ class RunTable:
         self._maybe_end(run, now_ns)
 
     def _recovered(self, event: Recovered) -> None:
-        """The process that ran everything in flight is gone."""
+        """The process that ran everything in flight is gone, and perhaps the boot whose monotonic clock the times are of."""
         for run in list(self.runs.values()):
+            run.submitted_ns = event.at_ns - (event.wall_ns - run.wall_ns)
             for step in run.steps:
                 for task in step.tasks:
                     if task.state in (PLACED, RUNNING):
@@ -472,13 +417,3 @@ class RunTable:
             open_steps = sum(s.state < DONE for s in run.steps)
             assert open_steps == run.open_steps, f"run {run.id.hex()}: {open_steps} open, counted {run.open_steps}"
         assert self.open_runs == sum(not r.ended_ns for r in self.runs.values())
-
-
-def record_of(task: Task, state: str = "") -> AttemptRecord:
-    """The timeline record of a task's current attempt."""
-    return AttemptRecord(
-        task.step.node.index, task.part, task.step.node.op.parts[task.op_part].name, task.attempt, task.device, 0, task.ready_ns,
-        task.placed_ns, task.start_ns, task.end_ns, state or task.state.name.lower(), task.predicted_ns,
-        len(task.answered) if task.answered else 0,
-    )  # fmt: skip
-

@@ -1,0 +1,262 @@
+"""Places ready tasks: by priority and remaining critical path, on the device that would finish them first.
+
+Owns the queues of ready tasks, one for each set of devices that may run them. `Brain.decide` changes the run table only by `place`.
+A task stays queued until its best device can take it, so that the choice is made as late as possible. Pure; the clock is passed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+import msgspec
+
+from hexrt.brain.engines import Engines
+from hexrt.brain.view import Device
+from hexrt.core import DeviceKind, TaskState
+from hexrt.errors import ErrorRecord, HexrtError
+from hexrt.events import Event, Failed, Started
+from hexrt.runtime.entities import Run, Task
+from hexrt.runtime.state import RunTable
+from hexrt.scheduling.cost import PRIOR_NS, CostModel
+from hexrt.scheduling.rank import upward_ranks
+from hexrt.values import NIL, pick
+from hexrt.workflow.graph import ITEM, InputRef, Node
+
+READY, WAITING = TaskState.READY, TaskState.WAITING
+LAUNCH = 1  # the tag of protocol.host.Launch, sent as a plain tuple for speed
+SHORT_NS = 200_000
+"""Tasks expected to be shorter are sent without a report of their start, and ahead of their single predecessor's end."""
+PICK_BYTES = 4096
+"""Outputs larger than this are cut to the referenced part before they are sent."""
+
+Class = tuple[tuple[DeviceKind, ...], str | None]
+
+
+@dataclass(slots=True)
+class Commands:
+    """What one turn is to carry out: messages by device, launches that wait for their Started to be durable, tasks to stop, and events."""
+
+    send: dict[str, list[Any]] = field(default_factory=dict)
+    gated: list[tuple[str, Any, Started, Run]] = field(default_factory=list)
+    stop: list[Task] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+
+class Brain:
+    def __init__(self, table: RunTable, cost: CostModel, engines: Engines) -> None:
+        self.table = table
+        self.cost = cost
+        self.engines = engines
+        self.devices: dict[str, Device] = {}
+        self._by_class: dict[Class, list[Device]] = {}
+        self._queues: dict[Class, list[tuple[int, float, int, Task]]] = {}
+        self._count = 0
+        self.paused = False  # places nothing while it is set
+
+    def add_device(self, device: Device) -> None:
+        self.devices[device.name] = device
+        self._by_class.clear()
+
+    @property
+    def queued(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def decide(self, now_ns: int) -> Commands:
+        """One turn: takes over what became ready, places what can be placed, and passes on what must stop."""
+        table, out = self.table, Commands()
+        for run in table.submitted:
+            self._rank(run)
+        table.submitted.clear()
+        for task in table.fresh:
+            self._queue(task)
+        table.fresh.clear()
+        for queue_class, queue in self._queues.items():
+            if queue and not self.paused:
+                self._place_queue(queue_class, queue, now_ns, out)
+        if table.stop:
+            stop = [t for t in table.stop if t.state == TaskState.PLACED or t.state == TaskState.RUNNING]
+            table.stop.clear()
+            self.engines.stop([t for t in stop if self.engines.owns(t)], now_ns)
+            out.stop = [t for t in stop if not self.engines.owns(t)]
+        self.engines.decide(now_ns, self.devices, out.send, out.events)
+        return out
+
+    def _rank(self, run: Run) -> None:
+        if run.graph is None:
+            return
+        memo: dict[str, float] = {}
+
+        def cost_ns(node: Node) -> float:
+            known = memo.get(node.op.name)
+            if known is None:
+                known = memo[node.op.name] = float(
+                    sum(
+                        self.cost.best_ns(node.op.name, i, tuple({d.cost_name for d in self._devices((p.kinds, node.device))}), 0)
+                        for i, p in enumerate(node.op.parts)
+                    )
+                )  # fmt: skip
+            return known
+
+        for step, rank in zip(run.steps, upward_ranks(run.graph, cost_ns), strict=True):
+            step.rank = rank
+
+    def _queue(self, task: Task) -> None:
+        if task.state != READY:
+            return
+        step = task.step
+        node = step.node
+        queue_class = (node.op.parts[task.op_part].kinds, node.device)
+        queue = self._queues.get(queue_class)
+        if queue is None:
+            queue = self._queues[queue_class] = []
+        self._count += 1
+        heappush(queue, (-node.priority, -step.rank, self._count, task))
+
+    def _devices(self, queue_class: Class) -> list[Device]:
+        """The devices that may run a class: of its kinds, and as the step insists."""
+        found = self._by_class.get(queue_class)
+        if found is None:
+            kinds, only = queue_class
+            found = [d for d in self.devices.values() if d.kind in kinds and (only is None or only in (d.name, d.kind.value))]  # fmt: skip
+            self._by_class[queue_class] = found
+        return found
+
+    def _place_queue(self, queue_class: Class, queue: list[tuple[int, float, int, Task]], now_ns: int, out: Commands) -> None:  # fmt: skip
+        devices = self._devices(queue_class)
+        if not any(not d.lost for d in devices):
+            while queue:
+                self._refuse(heappop(queue)[3], queue_class, devices, now_ns, out)
+            return
+        while queue:
+            task = queue[0][3]
+            if task.state != READY:
+                heappop(queue)
+                continue
+            if self.engines.owns(task):
+                if not self._place_engine(task, devices, now_ns):
+                    return
+                heappop(queue)
+                continue
+            node = task.step.node
+            task.work = work = self._work(task)
+            best, best_ns, best_predicted = None, 0, 0
+            for device in devices:
+                if device.ready:
+                    predicted = self.cost.predict_ns(node.op.name, task.op_part, device.cost_name, work)
+                    finish = device.backlog_ns + predicted
+                    if best is None or finish < best_ns:
+                        best, best_ns, best_predicted = device, finish, predicted
+            if best is None or not best.can_take(best_predicted):
+                return
+            heappop(queue)
+            self._launch(task, best, best_predicted, now_ns, out)
+
+    def _place_engine(self, task: Task, devices: list[Device], now_ns: int) -> bool:
+        """LLM parts go to the engine of a device, which batches them; the one with the fewest sequences."""
+        ready = [d for d in devices if d.ready]
+        if not ready:
+            return False
+        before = task.step.tasks[task.part - 1].device if task.op_part else ""
+        device = next((d for d in ready if d.name == before), None) or min(ready, key=lambda d: len(d.window))
+        command = device.next_command()
+        self.table.place(task, device.name, command, now_ns, PRIOR_NS)
+        device.take(task)
+        self.engines.start(task, device.name, now_ns)
+        return True
+
+    def _refuse(self, task: Task, queue_class: Class, devices: list[Device], now_ns: int, out: Commands) -> None:
+        kinds, only = queue_class
+        wanted = only or " or ".join(kinds)
+        why = "; ".join(f"{d.name}: {d.lost}" for d in devices) or "none is configured"
+        error = ErrorRecord(
+            "unavailable", f"no device {wanted} to run on ({why}); see `hexrt devices`", task.step.node.id
+        )
+        out.events.append(Failed(task.run.id, task.step.node.index, task.part, task.attempt, "", now_ns, now_ns, error))
+
+    def _work(self, task: Task) -> int:
+        node = task.step.node
+        size = len(node.inputs)
+        for ref in node.refs:
+            raw = task.item if ref.step == ITEM else task.run.steps[ref.step].output
+            size += len(raw) if raw is not None else 0
+        return node.op.work(node.params, size)
+
+    def _launch(self, task: Task, device: Device, predicted_ns: int, now_ns: int, out: Commands) -> None:
+        node = task.step.node
+        try:
+            bindings = self._bindings(task) if node.refs or task.op_part else ()
+        except HexrtError as error:
+            out.events.append(Failed(task.run.id, node.index, task.part, task.attempt, device.name, now_ns, now_ns, ErrorRecord(error.kind, error.message, node.id)))  # fmt: skip
+            return
+        short = predicted_ns < SHORT_NS and node.idempotent
+        message = self._send(task, device, predicted_ns, now_ns, bindings, not short)
+        if not node.idempotent:
+            started = Started(task.run.id, node.index, task.part, task.attempt, device.name, now_ns)
+            out.gated.append((device.name, message, started, task.run))
+            return
+        sent = out.send.setdefault(device.name, [])
+        sent.append(message)
+        if short and device.kind is DeviceKind.POOL and len(node.op.parts) == 1 and node.map is None:
+            self._look_ahead(task, device, now_ns, sent)
+
+    def _send(self, task: Task, device: Device, predicted_ns: int, now_ns: int, bindings: tuple[Any, ...], report_start: bool) -> tuple[Any, ...]:  # fmt: skip
+        self._place(task, device, predicted_ns, now_ns)
+        node = task.step.node
+        return (
+            LAUNCH, task.command, task.attempt, node.op.name, task.op_part, task.run.id, node.id, task.run.uid,
+            node.timeout_ns / 1e9, node.params_raw, node.inputs, bindings, report_start,
+        )  # fmt: skip
+
+    def _place(self, task: Task, device: Device, predicted_ns: int, now_ns: int) -> None:
+        self.table.place(task, device.name, device.next_command(), now_ns, predicted_ns)
+        device.take(task)
+
+    def _look_ahead(self, task: Task, device: Device, now_ns: int, sent: list[Any]) -> None:
+        """Sends on to the same worker the steps that wait for `task` alone: a chain then costs no wake-up a step."""
+        while True:
+            successors = task.step.node.successors
+            if len(successors) != 1:
+                return
+            step = task.run.steps[successors[0]]
+            node = step.node
+            if (
+                len(node.predecessors) != 1
+                or step.state != WAITING
+                or node.map is not None
+                or not node.idempotent
+                or node.device is not None
+                or node.priority < task.step.node.priority
+                or len(node.op.parts) != 1
+                or DeviceKind.POOL not in node.op.parts[0].kinds
+            ):
+                return
+            next_task = step.tasks[0]
+            work = node.op.work(node.params, len(node.inputs))
+            predicted = self.cost.predict_ns(node.op.name, 0, device.cost_name, work)
+            if next_task.state != WAITING or predicted >= SHORT_NS or not device.can_take(predicted):
+                return
+            local = task.command
+            bindings: tuple[Any, ...] = tuple((ref.to, ref.path, NIL, local) for ref in node.refs) or (
+                ((), (), NIL, local),
+            )
+            next_task.work = work
+            sent.append(self._send(next_task, device, predicted, now_ns, bindings, False))
+            task = next_task
+
+    def _bindings(self, task: Task) -> tuple[Any, ...]:
+        steps = task.run.steps
+        bindings = [
+            self._binding(ref, task.item if ref.step == ITEM else steps[ref.step].output) for ref in task.step.node.refs
+        ]
+        if task.op_part:
+            bindings.append((("previous",), (), task.step.tasks[task.part - 1].output or NIL, 0))
+        return tuple(bindings)
+
+    @staticmethod
+    def _binding(ref: InputRef, raw: msgspec.Raw | None) -> tuple[Any, ...]:
+        value = raw if raw is not None else NIL
+        if ref.path and len(value) > PICK_BYTES:
+            return ref.to, (), pick(value, ref.path), 0
+        return ref.to, ref.path, value, 0

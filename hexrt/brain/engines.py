@@ -1,0 +1,275 @@
+"""The LLM engines of all devices: which models are loaded where, and which task is which sequence.
+
+Owns one `llm.batch.Engine` for each loaded (device, model). An `llm.generate` step is one sequence that two tasks, prefill and decode,
+share; what the engine reports is turned into events here. A sequence is named by (run, step index, first part). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from hexrt.brain.view import Device
+from hexrt.core import TaskState
+from hexrt.errors import ErrorRecord, HexrtError
+from hexrt.events import Emitted, Event, Failed, Finished, Started
+from hexrt.llm.batch import Emitted as Tokens
+from hexrt.llm.batch import Ended, Engine, Outcome, Prefilled, Refused
+from hexrt.llm.steps import output_of_decode, output_of_prefill, request_of
+from hexrt.protocol.host import Chunk, Chunked, FromHost, HostFailed, HostFinished, LoadModel
+from hexrt.runtime.entities import Run, Task
+
+Key = tuple[bytes, int, int]
+PAGE_TOKENS = 16
+PARENT_PORTS = ("continue_from", "prefix")
+
+
+class LoadedModel(msgspec.Struct, frozen=True):
+    """What a host says of a model that it has loaded."""
+
+    frames: int
+    page_bytes: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    path: str
+    dtype: str
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One model on one device. `live` are the tasks whose sequences the engine has; `early` what came before its decode task was there."""
+
+    model: str
+    engine: Engine | None = None
+    load_command: int = 0
+    waiting: list[Task] = field(default_factory=list)
+    live: dict[Key, Task | None] = field(default_factory=dict)
+    early: dict[Key, list[Outcome]] = field(default_factory=dict)
+    kept: set[Key] = field(default_factory=set)
+    chunks: set[int] = field(default_factory=set)  # commands of chunks that are with the host
+
+
+def key_of(task: Task) -> Key:
+    return task.run.id, task.step.node.index, task.part - task.op_part
+
+
+class Engines:
+    def __init__(self, models: Mapping[str, ModelSource], arena_bytes: int, token_budget: int, passes: int) -> None:
+        self._models = models
+        self._arena_bytes = arena_bytes
+        self._token_budget = token_budget
+        self._passes = passes
+        self._entries: dict[str, dict[str, Entry]] = {}
+        self._dropped: list[tuple[str, int]] = []  # (device, command) of tasks that ended
+        self._events: list[Event] = []
+
+    # --- from the brain -----------------------------------------------------------------------------------------
+
+    def start(self, task: Task, device: str, now_ns: int) -> None:
+        """A prefill or decode task was placed on `device`."""
+        name = self._model_name(task)
+        if name not in self._models:
+            known = ", ".join(sorted(self._models)) or "none"
+            self._fail(task, ErrorRecord("not_found", f"there is no model {name!r}; configured are: {known}"), now_ns)
+            return
+        entry = self._entries.setdefault(device, {}).setdefault(name, Entry(name))
+        key = key_of(task)
+        node = task.step.node
+        self._events.append(Started(task.run.id, node.index, task.part, task.attempt, device, now_ns))
+        if key in entry.live:
+            entry.live[key] = task
+            for outcome in entry.early.pop(key, ()):
+                self._outcome(entry, outcome)
+        elif entry.engine is None:
+            entry.waiting.append(task)
+        else:
+            self._add(entry, task, now_ns)
+
+    def _model_name(self, task: Task) -> str:
+        name = str(getattr(task.step.node.params, "model", "default"))
+        return next(iter(self._models), name) if name == "default" and name not in self._models else name
+
+    def _add(self, entry: Entry, task: Task, now_ns: int) -> None:
+        assert entry.engine is not None
+        key = key_of(task)
+        try:
+            entry.engine.add(self._request(task, key), now_ns)
+        except HexrtError as error:
+            self._fail(task, error.record(), now_ns)
+            return
+        entry.live[key] = task
+
+    def _request(self, task: Task, key: Key) -> Any:
+        """The sequence of a step, from what its tasks before this one gave and what it had answered before a restart."""
+        step, run = task.step, task.run
+        first = step.tasks[key[2]]
+        decode = step.tasks[key[2] + len(step.node.op.parts) - 1]
+        tokenised = first.output if step.node.op.parts[0].body is not None else None
+        refs = {ref.to[0]: ref.step for ref in step.node.refs if ref.to[0] in PARENT_PORTS and not ref.path}
+        parent_step = next((s for s in refs.values() if s >= 0 and run.steps[s].node.map is None), None)
+        if tokenised is None:
+            tokenised = run.steps[parent_step].output if parent_step is not None else None
+        return request_of(
+            step.node.op.name, step.node.params, tokenised, tuple(decode.answered or ()), key,
+            (run.id, parent_step, 0) if parent_step is not None else None, self._is_parent(run, task), step.node.priority,
+        )  # fmt: skip
+
+    @staticmethod
+    def _is_parent(run: Run, task: Task) -> bool:
+        """Whether a step that has not ended continues from this one."""
+        index = task.step.node.index
+        return any(
+            ref.step == index and ref.to[0] in PARENT_PORTS
+            for successor in task.step.node.successors
+            if run.steps[successor].state < TaskState.DONE
+            for ref in run.steps[successor].node.refs
+        )
+
+    def owns(self, task: Task) -> bool:
+        return task.step.node.op.parts[task.op_part].body is None
+
+    def stop(self, tasks: Iterable[Task], now_ns: int = 0) -> None:
+        """Takes the sequences of these tasks out; a Failed of kind `cancelled` follows for each."""
+        for task in tasks:
+            entry = self._entries.get(task.device, {}).get(self._model_name(task))
+            if entry is not None:
+                if task in entry.waiting:
+                    entry.waiting.remove(task)
+                self._forget(entry, key_of(task))
+            self._fail(task, ErrorRecord("cancelled", "cancelled while it ran"), now_ns)
+
+    def _forget(self, entry: Entry, key: Key) -> None:
+        entry.early.pop(key, None)
+        if entry.live.pop(key, self) is not self and entry.engine is not None:
+            entry.engine.cancel(key)
+
+    def run_ended(self, run: bytes) -> None:
+        """Nothing of the run is continued any more."""
+        for entries in self._entries.values():
+            for entry in entries.values():
+                for key in [k for k in entry.live if k[0] == run]:
+                    self._forget(entry, key)
+                for key in [k for k in entry.kept if k[0] == run]:
+                    entry.kept.discard(key)
+                    if entry.engine is not None:
+                        entry.engine.release(key)
+
+    def decide(self, now_ns: int, devices: Mapping[str, Device], send: dict[str, list[Any]], events: list[Event]) -> None:  # fmt: skip
+        """Loads models that tasks wait for and lets each engine compose its next chunk."""
+        for name, entries in self._entries.items():
+            device = devices[name]
+            if not device.ready:
+                continue
+            for entry in entries.values():
+                if entry.engine is not None:
+                    messages = entry.engine.decide(now_ns, device.next_command)
+                    if messages:
+                        entry.chunks.update(m.command for m in messages if isinstance(m, Chunk))
+                        send.setdefault(name, []).extend(messages)
+                elif entry.waiting and not entry.load_command:
+                    entry.load_command = device.next_command()
+                    source = self._models[entry.model]
+                    send.setdefault(name, []).append(
+                        LoadModel(entry.load_command, entry.model, source.path, source.dtype, self._arena_bytes, PAGE_TOKENS)
+                    )  # fmt: skip
+        events.extend(self._events)
+        self._events.clear()
+        for name, command in self._dropped:
+            devices[name].drop(command)
+        self._dropped.clear()
+
+    # --- from the hosts -----------------------------------------------------------------------------------------
+
+    def report(self, device: Device, report: FromHost) -> None:
+        """What a chunk's or a copy's report means; the events come out of the next `decide`."""
+        if isinstance(report, Chunked):
+            for entry in self._entries.get(device.name, {}).values():
+                if entry.engine is not None and report.command in entry.chunks:
+                    entry.chunks.discard(report.command)
+                    for outcome in entry.engine.chunked(report, report.end_ns):
+                        self._outcome(entry, outcome)
+
+    def finished(self, device: Device, report: HostFinished) -> None:
+        """A model is loaded."""
+        for entry in self._entries.get(device.name, {}).values():
+            if entry.load_command and entry.load_command == report.command:
+                loaded = msgspec.msgpack.decode(report.output, type=LoadedModel)
+                entry.load_command = 0
+                entry.engine = Engine(
+                    entry.model, loaded.frames, PAGE_TOKENS, loaded.context_tokens, self._token_budget, self._passes
+                )
+                waiting, entry.waiting = entry.waiting, []
+                for task in waiting:
+                    self._add(entry, task, report.end_ns)
+
+    def command_failed(self, device: Device, report: HostFailed) -> None:
+        """A model could not be loaded, or a chunk failed as a whole."""
+        for entry in self._entries.get(device.name, {}).values():
+            if entry.load_command and entry.load_command == report.command:
+                entry.load_command = 0
+                waiting, entry.waiting = entry.waiting, []
+                for task in waiting:
+                    self._fail(task, report.error, report.end_ns)
+            elif entry.engine is not None and report.command in entry.chunks:
+                entry.chunks.discard(report.command)
+                for outcome in entry.engine.chunk_failed(report.command, report.error):
+                    self._outcome(entry, outcome)
+
+    def device_lost(self, device: str) -> None:
+        """The host is gone and with it every model, sequence and page; its tasks are placed again by whoever lost them."""
+        self._entries.pop(device, None)
+
+    def _outcome(self, entry: Entry, outcome: Outcome) -> None:
+        key: Key = outcome.key  # type: ignore[assignment]
+        if key not in entry.live:
+            return
+        task = entry.live[key]
+        if task is None or (task.step.node.op.parts[task.op_part].name == "prefill" and not isinstance(outcome, Prefilled | Refused)):  # fmt: skip
+            entry.early.setdefault(key, []).append(outcome)
+            return
+        run, node = task.run, task.step.node
+        if isinstance(outcome, Prefilled):
+            if node.op.parts[task.op_part].name == "prefill":
+                self._end(task, output_of_prefill(self._request(task, key)), outcome.start_ns, outcome.end_ns)
+                if task.op_part + 1 < len(node.op.parts):
+                    entry.live[key] = None
+                else:
+                    del entry.live[key]
+                    entry.kept.add(key)
+        elif isinstance(outcome, Tokens):
+            self._events.append(Emitted(run.id, node.index, task.part, task.attempt, outcome.first, outcome.ids, outcome.text, 0))  # fmt: skip
+        elif isinstance(outcome, Ended):
+            del entry.live[key]
+            if self._is_parent(run, task):
+                entry.kept.add(key)
+            output = output_of_decode(self._request(task, key), outcome)
+            self._end(task, output, task.start_ns or outcome.start_ns, outcome.end_ns)
+        else:
+            del entry.live[key]
+            self._fail(task, outcome.error, task.start_ns)
+
+    def _end(self, task: Task, output: bytes, start_ns: int, end_ns: int) -> None:
+        self._dropped.append((task.device, task.command))
+        self._events.append(
+            Finished(task.run.id, task.step.node.index, task.part, task.attempt, task.device, start_ns, end_ns, msgspec.Raw(output))
+        )  # fmt: skip
+
+    def _fail(self, task: Task, error: ErrorRecord, now_ns: int) -> None:
+        self._dropped.append((task.device, task.command))
+        at_ns = now_ns or task.start_ns or task.placed_ns
+        self._events.append(Failed(task.run.id, task.step.node.index, task.part, task.attempt, task.device, task.start_ns or at_ns, at_ns, error))  # fmt: skip
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            f"{device}_{entry.model}_{name}": float(value)
+            for device, entries in self._entries.items()
+            for entry in entries.values()
+            if entry.engine is not None
+            for name, value in asdict(entry.engine.statistics()).items()
+        }

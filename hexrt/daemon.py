@@ -1,0 +1,258 @@
+"""`hexrtd`: puts the parts together, serves until it is told to stop, and leaves nothing behind.
+
+Owns the order of start and end. Start: config, state directory, replay, socket, READY, then the hosts. End: drain, hosts, server, store.
+The daemon's process imports no torch, onnxruntime or faiss; those live in the hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+import hexrt
+from hexrt.brain.decide import Brain
+from hexrt.brain.engines import Engines, ModelSource
+from hexrt.brain.view import Device
+from hexrt.cli.settings import live_changes, load_config, socket_path, state_dir
+from hexrt.clock import SystemClock
+from hexrt.config import Config
+from hexrt.core import DeviceKind
+from hexrt.devices.body import Bodies
+from hexrt.devices.io import IoDevice
+from hexrt.errors import HexrtError
+from hexrt.events import Recovered
+from hexrt.ops.registry import load_ops
+from hexrt.ops.spec import OpSpec
+from hexrt.protocol.host import VERSION, Hello
+from hexrt.runtime.fleet import Fleet
+from hexrt.runtime.service import Service
+from hexrt.runtime.state import RunTable
+from hexrt.runtime.store import Store
+from hexrt.scheduling.cost import CostModel
+from hexrt.server.connection import ConnectionLimits
+from hexrt.server.listen import Listener, bind, inherited
+from hexrt.server.server import Server, ServerLimits
+from hexrt.workflow.check import GraphLimits, check_in_slices, check_workflow
+
+log = logging.getLogger("hexrtd")
+
+
+class Daemon:
+    """One daemon, from the first fact replayed to the last host reaped. Runs on the main thread's loop."""
+
+    def __init__(self, config: Config, reload: Callable[[], Config], listener: Listener, directory: Path, ops: Mapping[str, OpSpec]) -> None:  # fmt: skip
+        self._loop = asyncio.get_running_loop()
+        self.config = config
+        self._reload = reload
+        self._ops = ops
+        self._directory = directory
+        self._clock = SystemClock()
+        self._stop: asyncio.Future[bool] = self._loop.create_future()
+        self.failure: BaseException | None = None
+        self._listener = listener
+        self.store = Store(directory, self._committed, self._store_failed, self._loop.call_soon_threadsafe)
+        self.cost = CostModel()
+        self._load_cost()
+        self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._graph_limits(), self.config.steps.timeout_s))  # fmt: skip
+        engines = Engines(
+            {name: ModelSource(self._model_path(m.path), m.dtype) for name, m in config.models.items()},
+            config.cpu.arena_mib << 20, config.cpu.token_budget, config.cpu.passes,
+        )  # fmt: skip
+        self.brain = Brain(self.table, self.cost, engines)
+        self.service = Service(
+            self._loop, self.table, self.brain, self.store, self._clock, config.limits, config.daemon.admin_gids,
+            lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), self.stop,
+        )  # fmt: skip
+        self.server = Server(self.service, self._server_limits(), self._bug)
+
+    def _graph_limits(self) -> GraphLimits:
+        limits = self.config.limits
+        return GraphLimits(limits.max_steps, limits.max_depth, limits.max_graph_mib << 20, limits.max_nesting, limits.max_tasks)  # fmt: skip
+
+    def _server_limits(self) -> ServerLimits:
+        limits = self.config.limits
+        return ServerLimits(ConnectionLimits(limits.max_frame_mib << 20, limits.max_unsent_mib << 20), limits.max_clients, limits.half_frame_s)  # fmt: skip
+
+    def _models_dir(self) -> str:
+        return os.path.abspath(self.config.daemon.models_dir or self._directory / "models")
+
+    def _model_path(self, path: str) -> str:
+        return os.path.join(self._models_dir(), path)
+
+    # --- start --------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Replays what the store has; what was in flight when the last daemon stopped is settled by one Recovered."""
+        for event in self.store.replay():
+            self.table.apply(event)
+        if self.table.runs:
+            self.service.owner.post(Recovered(self._clock.wall_ns(), self._clock.now_ns()))
+
+    def start_hosts(self) -> None:
+        first = int.from_bytes(self.store.load("host_epoch") or b"", "little")
+        self.store.save("host_epoch", (first + (1 << 20)).to_bytes(8, "little"))
+        owner = self.service.owner
+        fleet = owner.fleet = Fleet(self._loop, self.brain, self.brain.engines, self._clock, owner.post, owner.wake, self._hello, first)  # fmt: skip
+        bodies = Bodies(self._ops, self._hello("io:0", 0), self.config.limits.max_output_mib << 20)
+        fleet.add_io(Device("io:0", DeviceKind.IO, 256, "io"), IoDevice(bodies, fleet.on_io_report))
+        for index in range(self.config.pool.workers or os.cpu_count() or 1):
+            fleet.add(Device(f"pool:{index}", DeviceKind.POOL, self.config.pool.window, "pool"), "pool")
+        if self.config.cpu.enabled:
+            fleet.add(Device("cpu:0", DeviceKind.CPU, 1 << 16, "cpu:0"), "cpu")
+        if self.config.npu.enabled:
+            fleet.add(Device("npu:0", DeviceKind.NPU, 2, "npu:0"), "npu")
+
+    def _hello(self, device: str, epoch: int) -> Hello:
+        config = self.config
+        settings: dict[str, Any] = {
+            "ops": config.ops,
+            "max_output_bytes": config.limits.max_output_mib << 20,
+            "models": {n: {"path": self._model_path(m.path), "dtype": m.dtype} for n, m in config.models.items()},
+            "cpu": msgspec.to_builtins(config.cpu),
+            "npu": msgspec.to_builtins(config.npu),
+        }
+        return Hello(VERSION, epoch, device, str(self._directory), self._models_dir(), settings)
+
+    def _load_cost(self) -> None:
+        saved = self.store.load("cost")
+        if saved:
+            try:
+                self.cost.load(saved)
+            except msgspec.MsgspecError:
+                log.warning("the saved cost model cannot be read; starting without it")
+
+    # --- while it runs ------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        self.recover()
+        self.server.start(self._listener)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        self._loop.add_signal_handler(signal.SIGHUP, self.on_hangup)
+        notify("READY=1")
+        log.info("ready on %s", self._listener.path or "an inherited socket")
+        self.start_hosts()
+        self.service.resume()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
+        drain = await self._stop
+        notify("STOPPING=1")
+        if drain:
+            await self.service.drain(self.config.daemon.drain_s)
+
+    def _on_signal(self) -> None:
+        """The first asks for a drained stop, the second for one at once."""
+        if not self._stop.done():
+            log.info("stopping; running steps have %g s to end", self.config.daemon.drain_s)
+            self.stop(True)
+        else:
+            self.service.hurry = True
+
+    def stop(self, drain: bool) -> None:
+        if not self._stop.done():
+            self._stop.set_result(drain)
+
+    def on_hangup(self) -> None:
+        """Takes over what may change without a restart; names what may not."""
+        try:
+            changed = self._reload()
+        except HexrtError as error:
+            log.error("the configuration stays as it was: %s", error)
+            return
+        merged, restart = live_changes(self.config, changed)
+        if restart:
+            log.warning("a restart is needed for %s", ", ".join(restart))
+        self.config = merged
+        self.service.limits, self.service.admin_gids = merged.limits, merged.daemon.admin_gids
+        self.server.set_limits(self._server_limits())
+        logging.getLogger().setLevel(merged.daemon.log_level.upper())
+        log.info("configuration reloaded")
+
+    def _committed(self, ticket: int) -> None:
+        self.service.owner.committed(ticket)
+
+    def _store_failed(self, error: BaseException) -> None:
+        """Nothing can be recorded any more: stop at once, so that nothing is acknowledged that is not on disk."""
+        log.critical("the store failed, stopping: %s", error)
+        self.failure = error
+        self.stop(False)
+
+    def _bug(self, error: Exception) -> None:
+        self.failure = error
+        self.stop(False)
+
+    async def close(self) -> None:
+        await self.server.close()
+        fleet = self.service.owner.fleet
+        if fleet is not None:
+            await fleet.close()
+        self.service.close()
+        if self.failure is None:
+            self.store.save("cost", self.cost.dump())
+        self.store.close()
+
+
+def notify(state: str) -> None:
+    """Tells the service manager, where there is one (sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.connect("\0" + address[1:] if address[0] == "@" else address)
+            sock.send(state.encode())
+
+
+async def _main(config: Config, reload: Callable[[], Config]) -> int:
+    directory = state_dir(config)
+    ops, refused = load_ops()
+    for name, why in refused.items():
+        log.warning("op entry point %r left out: %s", name, why)
+    listener = inherited(os.environ) or bind(socket_path(config))
+    try:
+        daemon = Daemon(config, reload, listener, directory, ops)
+    except BaseException:
+        listener.close()
+        raise
+    try:
+        await daemon.serve()
+    finally:
+        await daemon.close()
+    return 1 if daemon.failure is not None else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The entry point of `hexrtd`. Returns the exit status: 0 after an orderly stop, 1 after a failure, 2 where it cannot start."""
+    parser = argparse.ArgumentParser(
+        prog="hexrtd", description="Runs AI-agent workflows on this machine; clients use `hexrt`."
+    )
+    parser.add_argument("--config", metavar="FILE", type=Path, help="TOML configuration")
+    parser.add_argument("--socket", metavar="PATH", help="where to listen")
+    parser.add_argument("--state-dir", metavar="DIR", help="where runs are kept; created if missing")
+    parser.add_argument("--version", action="version", version=f"hexrtd {hexrt.__version__}")
+    given = parser.parse_args(arguments)
+    flags = {key: value for key, value in (("daemon.socket", given.socket), ("daemon.state_dir", given.state_dir)) if value is not None}  # fmt: skip
+    try:
+        config = load_config(flags, os.environ, given.config)
+        logging.basicConfig(level=config.daemon.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)  # fmt: skip
+        return uvloop.run(_main(config, lambda: load_config(flags, os.environ, given.config)))
+    except HexrtError as error:
+        print(f"hexrtd: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Answers about a run, built from its state: status, result, timeline, updates. Pure; reads the run table, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from hexrt.core import TaskState
+from hexrt.errors import ErrorRecord, HexrtError
+from hexrt.protocol.messages import (
+    AttemptRecord,
+    RunResult,
+    RunStatus,
+    RunSummary,
+    RunTimeline,
+    StepStatus,
+    Update,
+)  # fmt: skip
+from hexrt.runtime.entities import Change, Run, Step, Task, record_of
+from hexrt.runtime.store_records import EndedRun
+from hexrt.values import NIL, pick
+
+
+def summary_of(run: Run, now_ns: int) -> RunSummary:
+    return RunSummary(
+        run.id, run.name, run.uid, run.state, run.wall_ns, max(0, (run.ended_ns or now_ns) - run.submitted_ns) / 1e9,
+        len(run.steps), len(run.steps) - run.open_steps, run.durability, run.error,
+    )  # fmt: skip
+
+
+def step_status(step: Step) -> StepStatus:
+    parts = len(step.node.op.parts)
+    last = [t for t in step.tasks if t.start_ns]
+    state = step.state
+    if state == TaskState.READY:
+        state = max((t.state for t in step.tasks if t.state <= TaskState.RUNNING), default=state)
+    return StepStatus(
+        step.node.id,
+        step.node.op.name,
+        state.name.lower(),
+        max(1, len(step.tasks) // parts) if step.node.map is None else len(step.tasks) // parts,
+        sum(t.state == TaskState.DONE for t in step.tasks[parts - 1 :: parts]),
+        next((t.device for t in reversed(step.tasks) if t.device), ""),
+        max((t.attempt for t in step.tasks), default=0),
+        sum(max(0, t.start_ns - t.ready_ns) for t in last) / 1e9,
+        sum(max(0, t.end_ns - t.start_ns) for t in last) / 1e9,
+        step.error,
+    )
+
+
+def status_of(run: Run, now_ns: int) -> RunStatus:
+    return RunStatus(0, summary_of(run, now_ns), tuple(step_status(s) for s in run.steps))
+
+
+def outputs_of(run: Run) -> tuple[dict[str, msgspec.Raw], dict[str, ErrorRecord]]:
+    """What the run has for the names in its `outputs`, and why something is missing, by step id (or output name)."""
+    outputs: dict[str, msgspec.Raw] = {}
+    errors = {s.node.id: s.error for s in run.steps if s.error is not None}
+    for name, index, path in run.graph.outputs if run.graph is not None else ():
+        step = run.steps[index]
+        if step.state == TaskState.DONE:
+            try:
+                outputs[name] = pick(step.output or NIL, path)
+            except HexrtError as error:
+                errors[f"outputs.{name}"] = error.record()
+    if run.error is not None and not errors:
+        errors["run"] = run.error
+    return outputs, errors
+
+
+def result_of(run: Run) -> RunResult:
+    return RunResult(0, run.id, run.state, *outputs_of(run))
+
+
+def timeline_of(run: Run) -> RunTimeline:
+    graph = run.graph
+    attempts: list[AttemptRecord] = list(run.history)
+    attempts += [record_of(t) for s in run.steps for t in s.tasks if t.placed_ns or t.end_ns]
+    return RunTimeline(
+        0, run.id, run.name, run.state, run.submitted_ns, run.wall_ns, run.ended_ns,
+        tuple((s.node.id, s.node.op.name) for s in run.steps),
+        tuple((node.index, successor) for node in graph.nodes for successor in node.successors) if graph else (),
+        tuple(attempts),
+    )  # fmt: skip
+
+
+def ended_of(run: Run) -> EndedRun:
+    return EndedRun(
+        summary_of(run, run.ended_ns), *outputs_of(run), tuple(step_status(s) for s in run.steps), timeline_of(run)
+    )
+
+
+def result_of_ended(ended: EndedRun) -> RunResult:
+    return RunResult(0, ended.summary.run, ended.summary.state, ended.outputs, ended.errors)
+
+
+def update_of(change: Change, number: int) -> Update:
+    step, task = change.step, change.task
+    error = step.error if step is not None and change.event not in ("done", "tokens") else None
+    parts = len(step.node.op.parts) if step is not None else 1
+    at_ns = 0
+    if task is not None:
+        at_ns = {"placed": task.placed_ns, "started": task.start_ns}.get(change.event, task.end_ns)
+    return Update(
+        0, number, change.event, step.node.id if step is not None else "", task.part // parts if task is not None else 0,
+        task.device if task is not None else "", task.attempt if task is not None else 0, at_ns, change.text, error,
+    )  # fmt: skip
+
+
+def past_of(run: Run) -> Iterator[Change]:
+    """What a watcher that comes late is told first: where each step that began stands, and the tokens so far."""
+    for step in run.steps:
+        for task in step.tasks:
+            if task.text:
+                yield Change(run, "tokens", step, task, "".join(task.text))
+            name = _past_event(task)
+            if name:
+                yield Change(run, name, step, task)
+        if step.error is not None:
+            yield Change(run, step.state.name.lower(), step, next((t for t in step.tasks if t.end_ns), None))
+
+
+def _past_event(task: Task) -> str:
+    return {TaskState.PLACED: "placed", TaskState.RUNNING: "started", TaskState.DONE: "done"}.get(task.state, "")

@@ -1,0 +1,90 @@
+"""Runs, steps and tasks as they live in memory. Changed only by `hexrt.runtime.state`; read by the brain and by whoever answers clients.
+
+`gc=False` for speed: their cycles are cut by hand when a run is forgotten. Pure.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hexrt.core import Durability, RunState, TaskState
+from hexrt.errors import ErrorRecord
+from hexrt.protocol.messages import AttemptRecord
+from hexrt.workflow.graph import Node, TaskGraph
+
+
+class Task(msgspec.Struct, gc=False, eq=False):
+    """One scheduled unit, and its own timeline record. Times are monotonic ns, 0 for what did not happen."""
+
+    run: Run
+    step: Step
+    part: int  # map position x parts of the op + op_part
+    op_part: int
+    state: TaskState = TaskState.WAITING
+    attempt: int = 0
+    failures: int = 0
+    blameless: int = 0
+    device: str = ""
+    command: int = 0
+    work: int = 0
+    ready_ns: int = 0
+    placed_ns: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+    predicted_ns: int = 0
+    output: msgspec.Raw | None = None
+    item: msgspec.Raw | None = None
+    answered: list[int] | None = None  # token ids of an LLM answer so far
+    text: list[str] | None = None
+
+
+class Step(msgspec.Struct, gc=False, eq=False):
+    node: Node
+    pending: int
+    state: TaskState = TaskState.WAITING
+    rank: float = 0.0  # remaining critical path in ns, this step included
+    tasks: list[Task] = []
+    open_tasks: int = 0
+    held: list[Task] = []  # map tasks kept back by max_in_flight, last first
+    output: msgspec.Raw | None = None
+    error: ErrorRecord | None = None
+
+
+class Run(msgspec.Struct, gc=False, eq=False):
+    id: bytes
+    name: str
+    uid: int
+    gid: int
+    durability: Durability
+    submitted_ns: int
+    wall_ns: int
+    graph: TaskGraph | None
+    steps: list[Step] = []
+    open_steps: int = 0
+    in_flight: int = 0
+    state: RunState = RunState.RUNNING
+    cancelled: ErrorRecord | None = None  # why the run is being stopped
+    error: ErrorRecord | None = None
+    ended_ns: int = 0
+    watched: bool = False
+    ticket: int = 0  # newest store ticket of the run's facts; the service's
+    history: list[AttemptRecord] = []  # attempts before the current one
+
+
+class Change(msgspec.Struct, frozen=True, gc=False):
+    """Something a watcher of the run is told."""
+
+    run: Run
+    event: str
+    step: Step | None
+    task: Task | None
+    text: str = ""
+
+
+def record_of(task: Task, state: str = "") -> AttemptRecord:
+    """The timeline record of a task's current attempt."""
+    return AttemptRecord(
+        task.step.node.index, task.part, task.step.node.op.parts[task.op_part].name, task.attempt, task.device, 0, task.ready_ns,
+        task.placed_ns, task.start_ns, task.end_ns, state or task.state.name.lower(), task.predicted_ns,
+        len(task.answered) if task.answered else 0,
+    )  # fmt: skip

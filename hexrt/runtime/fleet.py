@@ -1,0 +1,278 @@
+"""The devices of this daemon: their hosts' lives, what is sent to them, and what their reports mean.
+
+Owns the links and keeps each brain-side `Device` true to its host. A report of an old epoch, command or attempt is dropped here, so
+that whatever is posted as an event is about the current attempt. A host that dies is replaced; whoever it was running is blamed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hexrt.brain.decide import Brain
+from hexrt.brain.engines import Engines
+from hexrt.brain.view import Device
+from hexrt.clock import Clock
+from hexrt.core import DeviceKind, TaskState
+from hexrt.devices.io import IoDevice
+from hexrt.devices.link import HostLink
+from hexrt.errors import ErrorRecord
+from hexrt.events import DeviceDown, DeviceUp, Event, Failed, Finished, Started
+from hexrt.protocol.host import Cancel, FromHost, Hello, HostFailed, HostFinished, HostStarted, Ready
+from hexrt.runtime.entities import Task
+from hexrt.runtime.state import DROPPED
+
+GRACE_NS = 50_000_000
+"""How long a stopped task may go on before its worker is killed for it."""
+STARTS = 3
+"""Failed starts in a row after which a device is given up."""
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
+PASSED_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "HEXRT_HOST_")
+
+
+def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a host process sees of the daemon's environment; hubs are shut off, since nothing is downloaded at run time."""
+    kept = {k: v for k, v in environ.items() if k in PASSED_ON or k.startswith(PASSED_PREFIXES)}
+    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": environ.get("PYTHONDONTWRITEBYTECODE", "")}  # fmt: skip
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A device with the current life of its host."""
+
+    device: Device
+    program: str  # "" for io
+    link: HostLink | IoDevice
+    failed_starts: int = 0
+    died_of: dict[int, ErrorRecord] = field(default_factory=dict)  # why we killed it, by command
+    stopping: dict[int, int] = field(default_factory=dict)  # command -> when it was told to stop
+
+
+class Fleet:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        brain: Brain,
+        engines: Engines,
+        clock: Clock,
+        post: Callable[[Event], None],
+        wake: Callable[[], None],
+        hello: Callable[[str, int], Hello],
+        first_epoch: int,
+    ) -> None:
+        self._loop = loop
+        self._brain = brain
+        self._engines = engines
+        self._clock = clock
+        self._post = post
+        self._wake = wake
+        self._hello = hello
+        self._epoch = first_epoch
+        self._members: dict[str, Member] = {}
+        self._closing = False
+        self._respawns: set[asyncio.TimerHandle] = set()
+
+    # --- lives --------------------------------------------------------------------------------------------------
+
+    def add(self, device: Device, program: str) -> None:
+        """Starts a device's host process."""
+        self._brain.add_device(device)
+        self._members[device.name] = Member(device, program, self._spawn(device, program))
+
+    def add_io(self, device: Device, io: IoDevice) -> None:
+        self._brain.add_device(device)
+        self._members[device.name] = Member(device, "", io)
+        device.ready = True
+
+    def _spawn(self, device: Device, program: str) -> HostLink:
+        self._epoch += 1
+        device.epoch = self._epoch
+        device.command = 0
+        device.last_report_ns = self._clock.now_ns()
+        return HostLink(
+            self._loop, program, self._hello(device.name, self._epoch), self._on_reports, self._on_death, host_environ(os.environ),
+        )  # fmt: skip
+
+    def _on_death(self, link: HostLink, reason: str) -> None:
+        member = self._members[link.device]
+        if member.link is not link or self._closing:
+            return
+        device, now = member.device, self._clock.now_ns()
+        was_ready, device.ready = device.ready, False
+        culprit = link.last_command
+        for command, task in list(device.window.items()):
+            device.drop(command)
+            self._post(self._lost(member, task, command, culprit, reason, now))
+        self._engines.device_lost(device.name)
+        member.stopping.clear()
+        killed = bool(member.died_of)
+        member.died_of.clear()
+        self._post(DeviceDown(device.name, device.epoch, now, reason))
+        member.failed_starts = 0 if was_ready else member.failed_starts + 1
+        if member.failed_starts >= STARTS:
+            device.lost = f"its host could not be started {STARTS} times: {reason}"
+            return
+        delay = 0.0 if killed or was_ready else 0.2 * 2**member.failed_starts
+        self._respawns.add(handle := self._loop.call_later(delay, lambda: self._respawn(member)))
+        self._respawns = {
+            h for h in self._respawns if (not h.cancelled() and h.when() >= self._loop.time()) or h is handle
+        }
+
+    def _respawn(self, member: Member) -> None:
+        if not self._closing:
+            member.link = self._spawn(member.device, member.program)
+
+    def _lost(self, member: Member, task: Task, command: int, culprit: int, reason: str, now_ns: int) -> Failed:
+        device = member.device
+        blame = command == culprit
+        if blame:
+            error = member.died_of.get(command) or ErrorRecord("worker_died", f"the worker that ran it died ({reason})")
+        elif device.kind is DeviceKind.POOL:
+            error = ErrorRecord(DROPPED, "not begun")
+        else:
+            error = member.died_of.get(command) or ErrorRecord("device_lost", f"{device.name} went away ({reason})")
+            blame = command in member.died_of
+        start = task.start_ns or task.placed_ns
+        return Failed(
+            task.run.id, task.step.node.index, task.part, task.attempt, device.name, start, now_ns, error, blame
+        )
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def send(self, device: str, messages: list[Any]) -> None:
+        self._members[device].link.send(messages)
+
+    def on_io_report(self, report: FromHost) -> None:
+        member = self._members["io:0"]
+        self._report(member, report)
+
+    def _on_reports(self, link: HostLink, reports: list[FromHost]) -> None:
+        member = self._members[link.device]
+        if member.link is not link:
+            return
+        member.device.last_report_ns = self._clock.now_ns()
+        for report in reports:
+            self._report(member, report)
+
+    def _report(self, member: Member, report: FromHost) -> None:
+        device = member.device
+        if isinstance(report, HostFinished):
+            task = device.drop(report.command)
+            if task is None:
+                self._engines.finished(device, report)
+                self._wake()
+                return
+            if member.stopping:
+                member.stopping.pop(report.command, None)
+            device.done += 1
+            node = task.step.node
+            self._brain.cost.observe(
+                node.op.name, task.op_part, device.cost_name, task.work, report.end_ns - report.start_ns
+            )
+            self._post(
+                Finished(
+                    task.run.id, node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns,
+                    report.output.copy(),
+                )
+            )  # fmt: skip
+        elif isinstance(report, HostStarted):
+            task = device.window.get(report.command)
+            if task is not None and task.step.node.idempotent:
+                self._post(Started(task.run.id, task.step.node.index, task.part, task.attempt, device.name, report.start_ns))  # fmt: skip
+            elif task is not None:
+                task.start_ns = report.start_ns
+        elif isinstance(report, HostFailed):
+            self._failed(member, report)
+        elif isinstance(report, Ready):
+            device.ready, device.facts = True, report.facts | {"pid": report.pid}
+            member.failed_starts = 0
+            self._post(DeviceUp(device.name, device.epoch, self._clock.now_ns()))
+        else:
+            self._engines.report(device, report)
+            self._wake()
+
+    def _failed(self, member: Member, report: HostFailed) -> None:
+        device = member.device
+        task = device.drop(report.command)
+        if task is None:
+            self._engines.command_failed(device, report)
+            self._wake()
+            return
+        stopped = member.stopping.pop(report.command, None) is not None
+        error = report.error
+        if error.kind == "cancelled" and not stopped and report.command in member.died_of:
+            error = member.died_of.pop(report.command)
+        self._post(Failed(task.run.id, task.step.node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns, error))  # fmt: skip
+
+    # --- stopping -----------------------------------------------------------------------------------------------
+
+    def stop(self, task: Task) -> None:
+        """Ends a task in flight: at once where its host can, else by killing the host after a grace."""
+        member = self._members.get(task.device)
+        if member is None or task.command not in member.device.window:
+            return
+        if task.command not in member.stopping:
+            member.stopping[task.command] = self._clock.now_ns()
+            member.link.send([Cancel(task.command)])
+            self._loop.call_later(GRACE_NS / 1e9, self._stop_hard, member, task.command)
+
+    def _stop_hard(self, member: Member, command: int) -> None:
+        link = member.link
+        if command in member.stopping and command in member.device.window and isinstance(link, HostLink):
+            if link.running_command == command or member.device.kind is not DeviceKind.POOL:
+                self._kill(member, command, ErrorRecord("cancelled", "cancelled while it ran"))
+            else:  # it waits behind another task of this worker
+                self._loop.call_later(GRACE_NS / 1e9, self._stop_hard, member, command)
+
+    def _kill(self, member: Member, command: int, error: ErrorRecord) -> None:
+        member.died_of[command] = error
+        if isinstance(member.link, HostLink):
+            member.link.kill()
+
+    def check_timeouts(self, now_ns: int) -> None:
+        """Stops every task that has run longer than its step allows."""
+        for member in self._members.values():
+            device, link = member.device, member.link
+            if device.kind is DeviceKind.POOL and isinstance(link, HostLink):
+                command = link.running_command
+                task = device.window.get(command)
+                if task is not None and now_ns - max(task.placed_ns, device.last_report_ns, task.start_ns) > task.step.node.timeout_ns:  # fmt: skip
+                    self._kill(member, command, timed_out(task))
+                continue
+            for command, task in list(device.window.items()):
+                if task.state == TaskState.RUNNING and now_ns - task.start_ns > task.step.node.timeout_ns:
+                    self._time_out(member, command, task, now_ns)
+
+    def _time_out(self, member: Member, command: int, task: Task, now_ns: int) -> None:
+        if self._engines.owns(task):
+            member.device.drop(command)
+            self._engines.stop([task])
+            self._post(Failed(task.run.id, task.step.node.index, task.part, task.attempt, task.device, task.start_ns, now_ns, timed_out(task)))  # fmt: skip
+        elif command not in member.died_of:
+            member.died_of[command] = timed_out(task)
+            member.link.send([Cancel(command)])
+            if member.program:
+                self._loop.call_later(1.0, self._kill_if_there, member, command, member.device.epoch)
+
+    def _kill_if_there(self, member: Member, command: int, epoch: int) -> None:
+        if member.device.epoch == epoch and command in member.device.window and command in member.died_of:
+            self._kill(member, command, member.died_of[command])
+
+    async def close(self) -> None:
+        """Ends every host and waits until none is left."""
+        self._closing = True
+        for handle in self._respawns:
+            handle.cancel()
+        for member in self._members.values():
+            if isinstance(member.link, IoDevice):
+                await member.link.close()
+            else:
+                member.link.close()
+
+
+def timed_out(task: Task) -> ErrorRecord:
+    seconds = task.step.node.timeout_ns / 1e9
+    return ErrorRecord("timed_out", f"ran longer than its timeout of {seconds:g} s", task.step.node.id)

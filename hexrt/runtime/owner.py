@@ -1,0 +1,168 @@
+"""The one owner of run state: takes events in, applies them, lets the brain decide, records what must last, carries the rest out.
+
+Owns the mailbox and the order of things: in a turn facts are applied, then decided upon, then recorded; what must not be seen or begun
+before it is on disk waits for the store's commit. Runs on the loop's thread; a turn never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from hexrt.brain.decide import Brain, Commands
+from hexrt.clock import Clock
+from hexrt.core import Durability
+from hexrt.events import DURABLE, Event, Started
+from hexrt.runtime.answers import ended_of
+from hexrt.runtime.entities import Change, Run
+from hexrt.runtime.fleet import Fleet
+from hexrt.runtime.state import RunTable
+from hexrt.runtime.store import Store
+
+log = logging.getLogger(__name__)
+TURNS = 1000
+"""Rounds of deciding in one turn before that is taken for a bug: each round's events come of the round before."""
+
+
+class Owner:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        table: RunTable,
+        brain: Brain,
+        store: Store,
+        clock: Clock,
+        on_changes: Callable[[list[Change]], None],
+        on_ended: Callable[[Run], None],
+    ) -> None:
+        self._loop = loop
+        self._table = table
+        self._brain = brain
+        self._store = store
+        self._clock = clock
+        self._on_changes = on_changes
+        self._on_ended = on_ended
+        self._mailbox: list[Event] = []
+        self._due = False
+        self._gated: deque[tuple[int, Callable[[], None]]] = deque()
+        self.fleet: Fleet | None = None
+        self.turns = 0
+
+    def post(self, event: Event) -> None:
+        self._mailbox.append(event)
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self.turn)
+
+    def wake(self) -> None:
+        """Makes a turn happen without an event."""
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self.turn)
+
+    def after(self, ticket: int, act: Callable[[], None]) -> None:
+        """Calls `act` once `ticket` is on disk: now, if it is. Tickets must not fall between calls."""
+        if ticket <= self._store.committed:
+            act()
+        else:
+            self._gated.append((ticket, act))
+
+    def committed(self, ticket: int) -> None:
+        """The store has everything up to `ticket` on disk."""
+        gated = self._gated
+        while gated and gated[0][0] <= ticket:
+            gated.popleft()[1]()
+
+    def turn(self) -> None:
+        self._due = False
+        self.turns += 1
+        table, now_ns = self._table, self._clock.now_ns()
+        kept: list[Event] = []
+        events, self._mailbox = self._mailbox, []
+        for _ in range(TURNS):
+            for event in events:
+                self._apply(event, kept)
+            commands = self._brain.decide(now_ns)
+            for _, _, started, _ in commands.gated:
+                self._apply(started, kept)
+            self._carry_out(commands, kept, now_ns)
+            kept = []
+            events = commands.events
+            if not events:
+                break
+        else:
+            raise AssertionError(f"a turn does not end: {events[:3]}")
+        self._tell()
+        for run in table.ended:
+            self._end(run)
+        table.ended.clear()
+
+    def _apply(self, event: Event, kept: list[Event]) -> None:
+        self._table.apply(event)
+        if isinstance(event, DURABLE):
+            run = self._table.runs.get(getattr(event, "run", b""))
+            if run is not None and run.durability is not Durability.NONE:
+                if type(event) is not Started or not run.steps[event.step].node.idempotent:
+                    kept.append(event)
+
+    def _carry_out(self, commands: Commands, kept: list[Event], now_ns: int) -> None:
+        fleet = self.fleet
+        assert fleet is not None
+        if kept:
+            self._record(kept)
+        for device, messages in commands.send.items():
+            fleet.send(device, messages)
+        for device, message, _, run in commands.gated:
+            if run.durability is Durability.NONE:
+                fleet.send(device, [message])
+            else:
+                self.after(run.ticket, lambda d=device, m=message: self._send_gated(d, m))  # type: ignore[misc]
+        for task in commands.stop:
+            fleet.stop(task)
+
+    def _send_gated(self, device: str, message: tuple[object, ...]) -> None:
+        """Sends a launch whose Started is on disk now, unless the device has had another life or the task was stopped meanwhile."""
+        fleet, view = self.fleet, self._brain.devices[device]
+        task = view.window.get(message[1])  # type: ignore[call-overload]
+        if fleet is not None and task is not None and task.run.id == message[5] and task.attempt == message[2]:
+            fleet.send(device, [message])
+
+    def _record(self, kept: list[Event]) -> None:
+        runs = self._table.runs
+        urgent = any(
+            type(e) is Started or runs[e.run].durability is Durability.SYNC for e in kept if getattr(e, "run", b"")
+        )  # fmt: skip
+        ticket = self._store.append(kept, urgent)
+        for event in kept:
+            run = runs.get(getattr(event, "run", b""))
+            if run is not None:
+                run.ticket = ticket
+
+    def gate_of(self, run: Run) -> int:
+        """The ticket that must be on disk before what is known of a run may be shown."""
+        return run.ticket if run.durability is Durability.SYNC else 0
+
+    def _tell(self) -> None:
+        changes = self._table.changes
+        if not changes:
+            return
+        self._table.changes = []
+        now: list[Change] = []
+        later: dict[int, list[Change]] = {}
+        for change in changes:
+            gate = self.gate_of(change.run)
+            if gate > self._store.committed:
+                later.setdefault(gate, []).append(change)
+            else:
+                now.append(change)
+        if now:
+            self._on_changes(now)
+        for gate in sorted(later):
+            self.after(gate, lambda c=later[gate]: self._on_changes(c))  # type: ignore[misc]
+
+    def _end(self, run: Run) -> None:
+        if run.durability is not Durability.NONE:
+            run.ticket = self._store.close_run(ended_of(run))
+        self.after(self.gate_of(run), lambda: self._on_ended(run))

@@ -1,0 +1,354 @@
+"""What the socket's server calls: submit, cancel, status, result, watch and the rest, for one daemon.
+
+Owns who may see what, the watches, and which ended runs are still in memory. Implements `hexrt.server.backend.Backend`. Loop thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from hexrt.brain.decide import Brain
+from hexrt.clock import Clock
+from hexrt.config import Limits
+from hexrt.core import Durability, Peer, RunId, RunState
+from hexrt.errors import BadRequest, NotFound, Overloaded
+from hexrt.events import CancelRequested, DeadlinePassed, Submitted
+from hexrt.protocol.messages import (
+    DeviceList,
+    DeviceStatus,
+    RunList,
+    RunResult,
+    RunStatus,
+    RunTimeline,
+    StatisticsReport,
+    Update,
+)  # fmt: skip
+from hexrt.runtime.answers import (
+    past_of,
+    result_of,
+    result_of_ended,
+    status_of,
+    summary_of,
+    timeline_of,
+    update_of,
+)  # fmt: skip
+from hexrt.runtime.entities import Change, Run
+from hexrt.runtime.owner import Owner
+from hexrt.runtime.state import RunTable
+from hexrt.runtime.store import Store
+from hexrt.runtime.store_records import EndedRun
+from hexrt.workflow.graph import TaskGraph
+from hexrt.workflow.model import Workflow
+
+Push = Callable[[Update | RunResult], None]
+TICK_S = 0.05
+
+
+@dataclass(eq=False, slots=True)
+class Watch:
+    push: Push
+    number: int = 0
+
+
+class Service:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        table: RunTable,
+        brain: Brain,
+        store: Store,
+        clock: Clock,
+        limits: Limits,
+        admin_gids: tuple[int, ...],
+        check: Callable[[Workflow], Generator[None, None, TaskGraph]],
+        on_shutdown: Callable[[bool], None],
+    ) -> None:
+        self._loop = loop
+        self._table = table
+        self._brain = brain
+        self._store = store
+        self._clock = clock
+        self.limits = limits
+        self.admin_gids = admin_gids
+        self._check = check
+        self._on_shutdown = on_shutdown
+        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended)
+        self._watches: dict[bytes, list[Watch]] = {}
+        self._waiting: dict[bytes, list[Callable[[], None]]] = {}
+        self._kept: deque[tuple[Run, int]] = deque()
+        self._kept_bytes = 0
+        self._deadlines: list[tuple[int, bytes, int]] = []
+        self._tick: asyncio.TimerHandle | None = None
+        self._submitting = 0
+        self.draining = False
+        self.hurry = False  # drain no longer
+        self._started_ns = clock.now_ns()
+
+    # --- submission ---------------------------------------------------------------------------------------------
+
+    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability) -> RunId:
+        if self.draining:
+            raise Overloaded("the daemon is shutting down; submit again once it is back")
+        limits, table = self.limits, self._table
+        if table.open_runs + self._submitting >= limits.max_open_runs:
+            raise Overloaded(
+                f"{table.open_runs} runs are open, as many as limits.max_open_runs allows; try again later"
+            )
+        if table.open_tasks + len(workflow.steps) > limits.max_open_tasks:
+            raise Overloaded(f"{table.open_tasks} tasks are open; limits.max_open_tasks allows {limits.max_open_tasks}; try again later")  # fmt: skip
+        if self._store.is_behind() and durability is not Durability.NONE:
+            raise Overloaded("the disk is behind with what is to be recorded; try again later")
+        self._submitting += 1
+        try:
+            graph = await self._checked(workflow)
+        finally:
+            self._submitting -= 1
+        run = RunId(os.urandom(16))
+        now_ns = self._clock.now_ns()
+        table.prepared[run] = graph
+        self.owner.post(Submitted(run, peer.uid, peer.gid, durability, self._clock.wall_ns(), now_ns, workflow))
+        self._note_deadlines(run, graph, now_ns)
+        self.owner.turn()
+        found = table.runs.get(run)
+        if found is not None:
+            await self._settled(found)
+        return run
+
+    async def _checked(self, workflow: Workflow) -> TaskGraph:
+        slices = self._check(workflow)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                graph: TaskGraph = end.value
+                return graph
+            await asyncio.sleep(0)
+
+    def _note_deadlines(self, run: bytes, graph: TaskGraph, now_ns: int) -> None:
+        if graph.deadline_ns:
+            heappush(self._deadlines, (now_ns + graph.deadline_ns, run, -1))
+        for node in graph.nodes:
+            if node.deadline_ns:
+                heappush(self._deadlines, (now_ns + node.deadline_ns, run, node.index))
+        self.keep_time()
+
+    def resume(self) -> None:
+        """After a replay: deadlines count on from what is left of them."""
+        for run in self._table.runs.values():
+            if run.graph is not None and not run.ended_ns:
+                self._note_deadlines(run.id, run.graph, run.submitted_ns)
+        self.owner.wake()
+
+    def keep_time(self) -> None:
+        """Keeps the timer for timeouts and deadlines going while any run is open."""
+        if self._tick is None:
+            self._tick = self._loop.call_later(TICK_S, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        now_ns = self._clock.now_ns()
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            at_ns, run, step = heappop(self._deadlines)
+            self.owner.post(DeadlinePassed(run, step, at_ns))
+        if self.owner.fleet is not None:
+            self.owner.fleet.check_timeouts(now_ns)
+        if self._table.open_runs:
+            self.keep_time()
+        else:
+            self._deadlines.clear()
+
+    # --- one run ------------------------------------------------------------------------------------------------
+
+    def _is_admin(self, peer: Peer) -> bool:
+        return peer.uid in (0, os.getuid()) or peer.gid in self.admin_gids or any(g in self.admin_gids for g in peer.groups)  # fmt: skip
+
+    def _run(self, peer: Peer, run: bytes) -> Run | None:
+        """The run if it is in memory and the peer may see it; None if it may be in the store."""
+        found = self._table.runs.get(run)
+        if found is not None and found.uid != peer.uid and not self._is_admin(peer):
+            raise NotFound("there is no such run; see `hexrt list`", run.hex())
+        return found
+
+    def _past(self, peer: Peer, run: bytes) -> EndedRun:
+        found = self._store.find_run(run)
+        if found is None or (found.summary.uid != peer.uid and not self._is_admin(peer)):
+            raise NotFound("there is no such run; see `hexrt list`", run.hex())
+        return found
+
+    async def _settled(self, run: Run) -> None:
+        """Waits until what is known of the run now may be shown."""
+        gate = self.owner.gate_of(run)
+        if gate > self._store.committed:
+            done = self._loop.create_future()
+            self.owner.after(gate, lambda: None if done.done() else done.set_result(None))
+            await done
+
+    async def cancel(self, peer: Peer, run: RunId, reason: str) -> None:
+        found = self._run(peer, run)
+        if found is None:
+            self._past(peer, run)
+            return
+        if not found.ended_ns:
+            now_ns = self._clock.now_ns()
+            self.owner.post(CancelRequested(run, peer.uid, self._clock.wall_ns(), now_ns, reason))
+        await self._end_of(found)
+
+    async def _end_of(self, run: Run) -> None:
+        if run.ended_ns:
+            await self._settled(run)
+            return
+        done = self._loop.create_future()
+        self._waiting.setdefault(run.id, []).append(lambda: None if done.done() else done.set_result(None))
+        await done
+
+    async def status(self, peer: Peer, run: RunId) -> RunStatus:
+        found = self._run(peer, run)
+        if found is None:
+            past = self._past(peer, run)
+            return RunStatus(0, past.summary, past.steps)
+        await self._settled(found)
+        return status_of(found, self._clock.now_ns())
+
+    async def list_runs(self, peer: Peer, state: RunState | None, limit: int) -> RunList:
+        """Newest first: what is in memory, and of the store what is not."""
+        uid = None if self._is_admin(peer) else peer.uid
+        now_ns = self._clock.now_ns()
+        here = {
+            run.id: summary_of(run, now_ns)
+            for run in self._table.runs.values()
+            if (uid is None or run.uid == uid) and (state is None or run.state == state)
+        }
+        past = [s for s in self._store.list_runs(uid, state, limit) if s.run not in here]
+        newest = sorted([*here.values(), *past], key=lambda s: s.submitted_wall_ns, reverse=True)
+        return RunList(0, tuple(newest[:limit]))
+
+    async def result(self, peer: Peer, run: RunId, wait: bool) -> RunResult:
+        found = self._run(peer, run)
+        if found is None:
+            return result_of_ended(self._past(peer, run))
+        if not found.ended_ns and not wait:
+            raise BadRequest("the run has not ended; wait for it, or see `hexrt status`", found.id.hex())
+        await self._end_of(found)
+        return result_of(found) if found.graph is not None or found.error is not None else result_of_ended(self._past(peer, run))  # fmt: skip
+
+    async def timeline(self, peer: Peer, run: RunId) -> RunTimeline:
+        found = self._run(peer, run)
+        if found is None:
+            return self._past(peer, run).timeline
+        await self._settled(found)
+        return timeline_of(found)
+
+    # --- watching -----------------------------------------------------------------------------------------------
+
+    def watch(self, peer: Peer, run: RunId, push: Push) -> Callable[[], None]:
+        found = self._run(peer, run)
+        if found is None:
+            past = self._past(peer, run)
+            push(RunResult(0, run, past.summary.state, {}, past.errors))
+            return lambda: None
+        watch = Watch(push)
+        watches = self._watches.setdefault(run, [])
+
+        def begin() -> None:
+            for change in past_of(found):
+                watch.number += 1
+                push(update_of(change, watch.number))
+            if found.ended_ns:
+                push(RunResult(0, run, found.state, {}, result_of(found).errors))
+            elif not stopped:
+                found.watched = True
+                watches.append(watch)
+
+        stopped: list[bool] = []
+
+        def stop() -> None:
+            stopped.append(True)
+            if watch in watches:
+                watches.remove(watch)
+                found.watched = bool(watches)
+
+        self.owner.after(self.owner.gate_of(found), begin)
+        return stop
+
+    def _changed(self, changes: list[Change]) -> None:
+        for change in changes:
+            for watch in self._watches.get(change.run.id, ()):
+                watch.number += 1
+                watch.push(update_of(change, watch.number))
+
+    def _ended(self, run: Run) -> None:
+        """The run has ended, and that may be shown."""
+        watches = self._watches.pop(run.id, None)
+        if watches:
+            last = RunResult(0, run.id, run.state, {}, result_of(run).errors)
+            for watch in list(watches):
+                watch.push(last)
+            watches.clear()
+        for act in self._waiting.pop(run.id, ()):
+            act()
+        self._keep(run)
+
+    def _keep(self, run: Run) -> None:
+        """Keeps the newest ended runs in memory, up to the configured count and bytes."""
+        size = sum(len(s.output) for s in run.steps if s.output is not None)
+        self._kept.append((run, size))
+        self._kept_bytes += size
+        while len(self._kept) > self.limits.kept_runs or self._kept_bytes > self.limits.kept_mib << 20:
+            old, old_size = self._kept.popleft()
+            self._kept_bytes -= old_size
+            self._loop.call_soon(self._table.forget, old)
+
+    # --- the daemon ---------------------------------------------------------------------------------------------
+
+    def devices(self) -> DeviceList:
+        return DeviceList(
+            0,
+            tuple(
+                DeviceStatus(
+                    d.name, d.kind.value, "lost" if d.lost else "ready" if d.ready else "starting",
+                    min(len(d.window), 1 if d.kind == "pool" else len(d.window)), max(0, len(d.window) - 1) if d.kind == "pool" else 0,
+                    d.done, d.facts, d.lost,
+                )
+                for d in self._brain.devices.values()
+            ),
+        )  # fmt: skip
+
+    def statistics(self) -> StatisticsReport:
+        table, store = self._table, self._store
+        return StatisticsReport(
+            0,
+            {
+                "open_runs": float(table.open_runs),
+                "open_tasks": float(table.open_tasks),
+                "queued_tasks": float(self._brain.queued),
+                "kept_runs": float(len(self._kept)),
+                "turns": float(self.owner.turns),
+                "store_pending_bytes": float(store.pending_bytes),
+                "store_committed": float(store.committed),
+                "uptime_s": (self._clock.now_ns() - self._started_ns) / 1e9,
+            }
+            | {f"done_{d.name}": float(d.done) for d in self._brain.devices.values()}
+            | self._brain.engines.statistics(),
+        )
+
+    async def shutdown(self, peer: Peer, drain: bool) -> None:
+        if peer.uid not in (0, os.getuid()):
+            raise BadRequest("only root and the daemon's own user may shut it down", "shutdown")
+        self._on_shutdown(drain)
+
+    async def drain(self, at_most_s: float) -> None:
+        """Places nothing more and waits until what runs has ended. New runs are refused from now on."""
+        self.draining = self._brain.paused = True
+        end_ns = self._clock.now_ns() + int(at_most_s * 1e9)
+        while any(r.in_flight for r in self._table.runs.values()) and self._clock.now_ns() < end_ns and not self.hurry:
+            await asyncio.sleep(TICK_S)
+
+    def close(self) -> None:
+        """Stops the timer; who still waits is the server's to turn away."""
+        if self._tick is not None:
+            self._tick.cancel()

@@ -1,0 +1,1 @@
+"""How long things take (`cost`) and what is worth doing first (`rank`). Pure."""
