@@ -34,6 +34,8 @@ LAYERS: dict[str, float] = {
     "hexrt.runtime.state": 3.1,
     "hexrt.scheduling": 4.0,
     "hexrt.llm.batch": 4.1,
+    "hexrt.llm.sequence": 4.0,
+    "hexrt.llm.outcome": 4.0,
     "hexrt.llm.steps": 4.1,
     "hexrt.llm.tokenise": 4.1,
     "hexrt.brain": 5.0,
@@ -52,7 +54,7 @@ LAYERS: dict[str, float] = {
 PURE = (
     "hexrt.core", "hexrt.errors", "hexrt.values", "hexrt.events", "hexrt.workflow", "hexrt.ops", "hexrt.protocol",
     "hexrt.memory.pool", "hexrt.memory.plan", "hexrt.memory.lru", "hexrt.runtime.state", "hexrt.llm.batch",
-    "hexrt.llm.steps", "hexrt.scheduling", "hexrt.brain",
+    "hexrt.llm.outcome", "hexrt.llm.sequence", "hexrt.llm.steps", "hexrt.scheduling", "hexrt.brain",
 )  # fmt: skip
 """No async, I/O, clock or threads. An op's file is pure where it is imported: its body may import what it needs inside its function."""
 

@@ -82,7 +82,7 @@ class Bodies:
         hello = self._hello
         context = StepContext(
             launch.run, launch.step, launch.part, launch.attempt, launch.uid, hello.device, launch.timeout_s,
-            hello.state_dir, hello.models_dir, settings,
+            hello.state_dir, hello.models_dir, settings, hello.settings.get("models", {}),
         )  # fmt: skip
         return run, context, params_decoder.decode(launch.params), inputs
 

@@ -106,6 +106,13 @@ class PagePool:
         held = Counter(frame for sequence in sequences for frame in self._table(sequence).frames)
         return sum(self._counts[frame] == count for frame, count in held.items())
 
+    def __contains__(self, sequence: SequenceId) -> bool:
+        return sequence in self._tables
+
+    def sequences(self) -> set[SequenceId]:
+        """Those that have a page table."""
+        return set(self._tables)
+
     def table(self, sequence: SequenceId) -> tuple[int, ...]:
         return tuple(self._table(sequence).frames)
 

@@ -76,7 +76,8 @@ class StepContext(msgspec.Struct, frozen=True, gc=False):
     """What a body knows of its surroundings. Bodies are `def body(context, params, inputs) -> output` (`async def` on io).
 
     `inputs` is a dict by port name; values are those of `hexrt.values`. `settings` is the `[ops.NAME]` table of the config.
-    `state_dir` is private to hexrtd; a body keeps what must last under `state_dir / "ops" / <op name>`.
+    `state_dir` is private to hexrtd; a body keeps what must last under `state_dir / "ops" / <op name>`. `models` is the [models] table,
+    {name: {path, dtype}} in the config's order; a path is relative to `models_dir`.
     """
 
     run: bytes
@@ -89,3 +90,4 @@ class StepContext(msgspec.Struct, frozen=True, gc=False):
     state_dir: str
     models_dir: str
     settings: dict[str, Any]
+    models: dict[str, Any] = {}

@@ -69,7 +69,7 @@ class LoadModel(Message, tag=2):
     model: str
     path: str  # folder with safetensors, config and tokeniser
     dtype: str
-    frames: int  # page frames to hold for it
+    arena_bytes: int  # as many page frames as fit are held for it; how many is in the output
     page_tokens: int
 
 

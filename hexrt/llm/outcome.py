@@ -1,0 +1,69 @@
+"""What `llm.batch` tells the daemon about its sequences.
+
+A sequence's outcomes come in this order: Prefilled, Emitted any number of times, Ended; or Refused at any point, as the last. A request
+without sampling ends with Prefilled. A cancelled one has no further outcome. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from hexrt.errors import ErrorRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt is in the pages. Comes again when a request is added again after its device was lost."""
+
+    key: Hashable
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Answer ids from position `first` on, and the text that became certain; text lags behind ids by what may become a stop string."""
+
+    key: Hashable
+    first: int
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The whole answer. `finish`: "stop" or "length"."""
+
+    key: Hashable
+    finish: str
+    ids: tuple[int, ...]
+    text: str
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This sequence alone failed; its pages are given back."""
+
+    key: Hashable
+    error: ErrorRecord
+
+
+Outcome = Prefilled | Emitted | Ended | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    waiting: int
+    live: int
+    retained: int
+    frames: int
+    frames_free: int
+    prompt_tokens: int  # prefilled
+    shared_tokens: int  # taken over from a parent's pages instead
+    answer_tokens: int
+    chunks: int
+    recalled_chunks: int
+    dropped_sequences: int  # retained ones that gave way

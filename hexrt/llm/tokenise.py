@@ -1,0 +1,176 @@
+"""From a prompt or a conversation to token ids: the first part of `llm.generate` and `llm.prefill`, on the process pool.
+
+Reads tokenizer.json, the chat template and config.json of the model's folder once per process. The template is the model's own and runs
+in jinja2's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hexrt.errors import BadRequest, HexrtError, TaskFailed, Unavailable
+from hexrt.llm.steps import check_numerics, check_room, model_shape, resolve_model
+from hexrt.ops.llm import ChatMessage, Continued
+from hexrt.ops.spec import StepContext
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from tokenizers import Tokenizer
+
+SENTINEL = "@@hexrt-answer@@"
+"""Stands for an answer whose ids are known already, while the text around it is rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What tokenising needs of one model."""
+
+    tokeniser: Tokenizer
+    template: Template | None
+    tokens: Mapping[str, str]  # bos_token, eos_token, ... by name, for the template
+    context_tokens: int
+    size: int
+
+
+def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The body: {ids, prompt_tokens}."""
+    try:
+        name = resolve_model(params.model, context.models)
+        model = context.models[name]
+        check_numerics(params.numerics, name, model["dtype"])
+        vocabulary = load_vocabulary(Path(context.models_dir) / model["path"], name)
+        ids = tokenise(vocabulary, name, params.raw, inputs)
+        check_room(name, len(ids), vocabulary.context_tokens)
+    except HexrtError as error:
+        raise type(error)(error.message, f"{context.step}.{error.where}" if error.where else context.step) from error
+    return {"ids": ids, "prompt_tokens": len(ids)}
+
+
+def tokenise(vocabulary: Vocabulary, name: str, raw: bool, inputs: Mapping[str, Any]) -> list[int]:
+    """The ids of the whole prompt. Raises BadRequest naming the input, or Unavailable where the model has no chat template."""
+    prior: Continued | None = inputs.get("continue_from")
+    messages = conversation(inputs, prior is not None)
+    if raw:
+        if inputs.get("prompt") is None or inputs.get("system") is not None:
+            raise BadRequest("a raw prompt is given as `prompt` alone: leave out `messages` and `system`", "params.raw")
+        new = vocabulary.tokeniser.encode(messages[0]["content"], add_special_tokens=prior is None).ids
+    else:
+        text = render(vocabulary, name, messages) if prior is None else continuation(vocabulary, name, messages)
+        new = vocabulary.tokeniser.encode(text, add_special_tokens=False).ids
+    if prior is None:
+        return list(new)
+    if max(prior.ids) >= vocabulary.size:
+        raise BadRequest(f"its ids are not of the model {name!r}", "inputs.continue_from")
+    closed = bool(new) and prior.ids[-1] == new[0]  # the answer ended with the token that the template ends it with
+    return [*prior.ids, *new[closed:]]
+
+
+def conversation(inputs: Mapping[str, Any], continued: bool) -> list[dict[str, str]]:
+    """The messages that `prompt`, `system` and `messages` make. Raises BadRequest naming the input."""
+    prompt, system = inputs.get("prompt"), inputs.get("system")
+    given: Sequence[ChatMessage] | None = inputs.get("messages")
+    if (prompt is None) == (given is None):
+        raise BadRequest("give either `prompt` or `messages`", "inputs.prompt")
+    if system is not None and (given is not None or continued):
+        raise BadRequest("goes with a first `prompt` only: put it into `messages`, or leave it out", "inputs.system")
+    if prompt is not None:
+        if not prompt.strip():
+            raise BadRequest("the prompt is empty: say something", "inputs.prompt")
+        start = [{"role": "system", "content": system}] if system is not None else []
+        return [*start, {"role": "user", "content": prompt}]
+    assert given is not None
+    for position, message in enumerate(given):
+        if message.role == "user" and not message.content.strip():
+            raise BadRequest("the message is empty: say something", f"inputs.messages[{position}].content")
+    return [{"role": message.role, "content": message.content} for message in given]
+
+
+def render(vocabulary: Vocabulary, name: str, messages: list[dict[str, str]]) -> str:
+    """The conversation as the model's chat template writes it, up to where the answer begins."""
+    from jinja2 import TemplateError
+
+    if vocabulary.template is None:
+        raise Unavailable(
+            f"the model {name!r} has no chat template: set `raw` and write the whole prompt", "params.raw"
+        )
+    try:
+        return vocabulary.template.render(messages=messages, add_generation_prompt=True, **vocabulary.tokens)
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise TaskFailed(f"the chat template of {name!r} refuses these messages: {error}", "inputs") from error
+
+
+def continuation(vocabulary: Vocabulary, name: str, messages: list[dict[str, str]]) -> str:
+    """What the chat template puts between an answer and the next one."""
+    before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}]
+    parts = render(vocabulary, name, before + messages).split(SENTINEL)
+    if len(parts) != 2:
+        raise Unavailable(
+            f"the chat template of {name!r} does not keep earlier answers, so nothing can be appended: give `messages`",
+            "inputs.continue_from",
+        )
+    return parts[1]
+
+
+def load_vocabulary(folder: Path, name: str) -> Vocabulary:
+    """The vocabulary of a model folder; read again where its files have changed. Raises Unavailable."""
+    try:
+        return _load(str(folder), (folder / "tokenizer.json").stat().st_mtime_ns)
+    except FileNotFoundError as error:
+        missing = Path(error.filename).name if error.filename else "a file"
+        raise Unavailable(f"the folder of the model {name!r} has no {missing}", "params.model") from None
+    except (OSError, ValueError) as error:
+        raise Unavailable(
+            f"the tokeniser of the model {name!r} cannot be read: {type(error).__name__}", "params.model"
+        ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _load(folder: str, stamp: int) -> Vocabulary:
+    from tokenizers import Tokenizer
+
+    path = Path(folder)
+    shape = model_shape(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    settings_file = path / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+    source = (path / "tokenizer.json").read_text(encoding="utf-8")
+    try:
+        tokeniser = Tokenizer.from_str(source)
+    except Exception as error:  # tokenizers raises plain Exception for a file that it cannot read
+        raise ValueError("tokenizer.json") from error
+    tokens = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
+    return Vocabulary(tokeniser, _template(path, settings), tokens, shape.context_tokens, shape.vocabulary)
+
+
+def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
+    """The chat template: a file of its own, or a field of tokenizer_config.json, there perhaps one of several by name."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    file = path / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
+    if isinstance(source, list):
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if not source:
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ValueError("chat template") from error
+
+
+def _refuse(message: str) -> None:
+    """Called by templates that do not take a conversation."""
+    raise ValueError(message)
