@@ -1,0 +1,94 @@
+"""Turns packaged weights into the ONNX models that the steps run.
+
+Called by `hexrt.cli.prepare` alone. torch, transformers and onnx are needed here, and no longer when hexrt runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_TOKENS = 512
+EMBEDDER_DIMENSION = 384
+CLASSIFIER = {"dimension": 1280, "side": 224, "crop": 0.875, "mean": 127.0, "scale": 128.0}
+
+
+def _export(model: torch.nn.Module, example: tuple[Any, ...], target: Path, **names: Any) -> None:
+    import torch
+
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it reports each library that it could have used
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model.eval(), example, str(target), dynamo=True, external_data=False, verbose=False, **names)
+
+
+def export_embedder(source: Path, folder: Path) -> None:
+    """A BERT encoder with the mean over its tokens as one graph: ids and mask [1, tokens] to `sentence` [1, dimension]."""
+    import torch
+    from transformers import AutoModel
+
+    class Sentence(torch.nn.Module):
+        def __init__(self, encoder: Any) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            kinds = torch.zeros_like(input_ids)
+            states = self.encoder(
+                input_ids=input_ids, attention_mask=attention_mask, token_type_ids=kinds
+            ).last_hidden_state
+            kept = attention_mask.unsqueeze(-1).to(states.dtype)
+            pooled: torch.Tensor = (states * kept).sum(1) / kept.sum(1).clamp(min=1e-9)
+            return pooled
+
+    encoder = AutoModel.from_pretrained(source, attn_implementation="eager", dtype=torch.float32)
+    tokens = torch.export.Dim("tokens", min=2, max=MAX_TOKENS)
+    example = torch.ones(1, 16, dtype=torch.int64)
+    _export(
+        Sentence(encoder),
+        (example, example),
+        folder / "model.onnx",
+        input_names=["input_ids", "attention_mask"],
+        output_names=["sentence"],
+        dynamic_shapes={"input_ids": {1: tokens}, "attention_mask": {1: tokens}},
+    )
+    shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
+    _card(folder, {"type": "text_embedder", "dimension": EMBEDDER_DIMENSION, "max_tokens": MAX_TOKENS})
+
+
+def export_classifier(weights: Path, labels: list[str], folder: Path) -> None:
+    """EfficientNet-Lite0 with two outputs: the pooled features and the probabilities of its classes."""
+    import torch
+    from efficientnet_lite_pytorch import EfficientNet
+
+    class Picture(torch.nn.Module):
+        def __init__(self, network: Any) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            pooled = self.network.extract_features(image).mean((2, 3))
+            return pooled, self.network._fc(pooled).softmax(-1)
+
+    network = EfficientNet.from_name("efficientnet-lite0")
+    network.load_state_dict(torch.load(weights, weights_only=True, map_location="cpu"))
+    side = int(CLASSIFIER["side"])
+    _export(
+        Picture(network),
+        (torch.zeros(1, 3, side, side),),
+        folder / "model.onnx",
+        input_names=["image"],
+        output_names=["embedding", "probabilities"],
+    )
+    _card(folder, {"type": "image_classifier", **CLASSIFIER, "labels": labels})
+
+
+def _card(folder: Path, card: dict[str, Any]) -> None:
+    (folder / "hexrt.json").write_text(json.dumps(card, ensure_ascii=False) + "\n", encoding="utf-8")
