@@ -1,0 +1,138 @@
+"""Which frames of the journal are still needed, and by which runs.
+
+Owns the table of frames in memory. A run is open from its Submitted until it is closed; the bytes of closed runs are waste. A frame
+that is all waste is deleted, and frames that are partly waste are rewritten into fewer once waste outweighs what is needed, so
+that a long run does not keep the facts of the others. Used by one thread; touches no file.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hexrt.runtime.store_records import EVERY_RUN, Frame
+
+WASTE_BYTES = 8 << 20
+"""Less waste than this is never worth a rewrite."""
+
+
+@dataclass(slots=True, eq=False)
+class FrameUse:
+    size_bytes: int
+    live: dict[bytes, int]  # run -> bytes, only of open runs
+
+    @property
+    def waste_bytes(self) -> int:
+        return self.size_bytes - sum(self.live.values())
+
+
+class Journal:
+    def __init__(self) -> None:
+        self._frames: OrderedDict[int, FrameUse] = OrderedDict()
+        self._open: dict[bytes, set[int]] = {}  # run -> the frames that hold facts of it
+        self._next = 1
+        self.size_bytes = 0
+        self.live_bytes = 0
+
+    @property
+    def open_runs(self) -> frozenset[bytes]:
+        return frozenset(self._open)
+
+    def numbers(self) -> list[int]:
+        return list(self._frames)
+
+    def is_open(self, run: bytes) -> bool:
+        return run in self._open
+
+    def begin(self, run: bytes) -> None:
+        self._open.setdefault(run, set())
+
+    def load(self, number: int, size_bytes: int, live: dict[bytes, int]) -> None:
+        """Takes in a frame that is on disk; to be called in the order of the numbers."""
+        for run in live:
+            if run != EVERY_RUN:
+                self.begin(run)
+        self._put(number, size_bytes, live)
+        self._next = number + 1
+
+    def add(self, frame: Frame) -> int:
+        """The number under which the frame is to be written."""
+        number = self._next
+        self._next += 1
+        self._put(number, len(frame.facts), {run: used for run, used in frame.uses.items() if self._lives(run)})
+        return number
+
+    def _lives(self, run: bytes) -> bool:
+        return run == EVERY_RUN or run in self._open
+
+    def _put(self, number: int, size_bytes: int, live: dict[bytes, int]) -> None:
+        for run in live:
+            if run != EVERY_RUN:
+                self._open[run].add(number)
+        self._frames[number] = FrameUse(size_bytes, live)
+        self.size_bytes += size_bytes
+        self.live_bytes += sum(live.values())
+
+    def close(self, run: bytes) -> set[int]:
+        """The run's facts become waste; returns the frames that hold some, none for a run that is not open."""
+        numbers = self._open.pop(run, set())
+        for number in numbers:
+            self.live_bytes -= self._frames[number].live.pop(run)
+        return numbers
+
+    def sweep(self, numbers: Iterable[int]) -> list[int]:
+        """Forgets those of `numbers` that nobody needs, and returns them."""
+        dead = [number for number in numbers if number in self._frames and not self._frames[number].live]
+        dead += self._idle_head()
+        return [number for number in dict.fromkeys(dead) if self._drop(number)]
+
+    def _idle_head(self) -> list[int]:
+        """The oldest frames, as long as they hold nothing of an open run: what concerns all runs concerned only earlier ones."""
+        idle = []
+        for number, use in self._frames.items():
+            if use.live.keys() - {EVERY_RUN}:
+                break
+            idle.append(number)
+        return idle
+
+    def _drop(self, number: int) -> bool:
+        use = self._frames.pop(number, None)
+        if use is None:
+            return False
+        self._forget(use)
+        return True
+
+    def _forget(self, use: FrameUse) -> None:
+        self.size_bytes -= use.size_bytes
+        self.live_bytes -= sum(use.live.values())
+
+    def can_compact(self) -> bool:
+        waste_bytes = self.size_bytes - self.live_bytes
+        return waste_bytes > WASTE_BYTES and waste_bytes > self.live_bytes
+
+    def stretch(self, limit_bytes: int) -> list[int]:
+        """Neighbouring frames, at least one, of about `limit_bytes` in all, the first of which holds waste. Needs `can_compact`."""
+        chosen: list[int] = []
+        total_bytes = 0
+        for number, use in self._frames.items():
+            if not chosen and use.waste_bytes == 0:
+                continue
+            if chosen and total_bytes + use.size_bytes > limit_bytes:
+                break
+            chosen.append(number)
+            total_bytes += use.size_bytes
+        return chosen
+
+    def replace(self, numbers: Sequence[int], frames: Sequence[Frame]) -> None:
+        """`frames`, under the first of the neighbouring `numbers`, now stand for all of them."""
+        for number in numbers:
+            use = self._frames[number]
+            for run in use.live:
+                if run != EVERY_RUN:
+                    self._open[run].discard(number)
+            self._forget(use)
+        for number in numbers[len(frames) :]:
+            del self._frames[number]
+        for number, frame in zip(numbers, frames, strict=False):
+            self._put(number, len(frame.facts), dict(frame.uses))
