@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,14 +10,19 @@ import tomllib
 
 import httpx
 import pytest
+from rich.console import Console
 
 from hexrt.cli.demo_daemon import DemoDaemon, toml
 from hexrt.cli.demo_questions import QUESTIONS, Question
 from hexrt.cli.demo_report import busy_ns, span_ns, step_times
 from hexrt.cli.demo_tool import LocalTool, readability
+from hexrt.cli.demo_view import LiveView, PlainView, View
+from hexrt.cli.demo_workflow import Picture, agent_workflow, one_at_a_time
 from hexrt.core import RunState
-from hexrt.errors import Disconnected
-from hexrt.protocol.messages import AttemptRecord, RunTimeline
+from hexrt.errors import Disconnected, ErrorRecord
+from hexrt.ops.registry import load_ops
+from hexrt.protocol.messages import AttemptRecord, RunTimeline, Update
+from hexrt.workflow.check import GraphLimits, check_workflow
 
 
 def judged(question: Question, stdout: str, exit_code: int = 0, stderr: str = "") -> dict[str, object]:
@@ -24,23 +30,23 @@ def judged(question: Question, stdout: str, exit_code: int = 0, stderr: str = ""
     done = subprocess.run(
         [sys.executable, "-c", question.fixed], input=trial, capture_output=True, text=True, check=True
     )
-    verdict: dict[str, object] = json.loads(done.stdout)
-    return verdict
+    result, verdict = done.stdout.splitlines()
+    return {"result": float(result.replace(",", "")), **json.loads(verdict)}
 
 
 def test_the_fixed_program_says_whose_result_it_is() -> None:
     everest = QUESTIONS[0]
     assert judged(everest, "29,031.7 feet\n") == {
-        "result": 29031.694,
+        "result": 29031.69384,
         "by": "model",
         "why": "the model's ran and is right",
     }
     assert judged(everest, "8848\n") == {
-        "result": 29031.694,
+        "result": 29031.69384,
         "by": "fixed",
         "why": "the model's ran but printed '8848'",
     }
-    assert judged(everest, "") == {"result": 29031.694, "by": "fixed", "why": "the model's ran but printed nothing"}
+    assert judged(everest, "") == {"result": 29031.69384, "by": "fixed", "why": "the model's ran but printed nothing"}
     failed = judged(everest, "29031.7", exit_code=1, stderr="Traceback\nNameError: name 'x' is not defined\n")
     assert (failed["by"], failed["why"]) == ("fixed", "the model's did not run: NameError: name 'x' is not defined")
 
@@ -90,6 +96,50 @@ def test_step_times_add_up_the_tasks_of_a_step() -> None:
     assert (first.devices, first.queue_ns, first.run_ns, first.tokens) == (("pool:0", "pool:1"), 4, 8, 1)
     assert (second.step, second.queue_ns, second.run_ns) == ("b", 1, 30)
     assert (span_ns([timeline]), busy_ns([timeline])) == (50, 38)
+
+
+def told(view: View) -> None:
+    with view:
+        view.begin("Chess", ["embed", "answer"])
+        view.update("Chess", Update(0, 1, "started", "embed", 0, "npu:0"))
+        view.update("Chess", Update(0, 2, "done", "embed", 0, "npu:0"))
+        view.update("Chess", Update(0, 3, "started", "answer", 0, "cpu:0"))
+        for number in range(12):
+            view.update(
+                "Chess", Update(0, 4 + number, "tokens", "answer", 0, "cpu:0", text=f"token{number} [red]\x1b[2J\n")
+            )
+        view.update("Chess", Update(0, 20, "failed", "answer", 0, "cpu:0", error=ErrorRecord("task_failed", "no luck")))
+        view.end("Chess", "failed")
+
+
+def test_plain_lines_tell_each_step_and_the_text_without_control_characters() -> None:
+    out = io.StringIO()
+    told(PlainView(out))
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["Chess: begins, 2 steps", "Chess: embed done on npu:0"]
+    assert lines[-2:] == ["Chess: answer failed on cpu:0: no luck", "Chess: failed"]
+    spoken = [line for line in lines if line.startswith("Chess | answer | ")]
+    assert len(spoken) > 1 and all(f"token{i} [red]" in " ".join(spoken) for i in range(12))
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_live_view_has_one_line_a_run_with_its_newest_text() -> None:
+    out = io.StringIO()
+    told(LiveView(Console(file=out, force_terminal=True, width=160, color_system=None)))
+    last = [line for line in out.getvalue().splitlines() if "Chess" in line][-1]
+    assert "2/2" in last and "failed" in last and "answer: …" in last and "token11 [red]" in last
+    assert "\x1b[2J" not in out.getvalue()
+
+
+def test_steps_one_at_a_time_form_a_chain_and_lose_no_data() -> None:
+    picture = Picture("cat", b"...", False)
+    workflow = agent_workflow(QUESTIONS[0], picture, picture, "http://127.0.0.1:1/readability")
+    chain = one_at_a_time(workflow)
+    ids = [step.id for step in workflow.steps]
+    assert [step.after[-1] for step in chain.steps[1:]] == ids[:-1]
+    assert [step.inputs for step in chain.steps] == [step.inputs for step in workflow.steps]
+    graph = check_workflow(chain, load_ops()[0], GraphLimits(100, 100, 1 << 24, 32, 100), 60.0)
+    assert [graph.nodes[i].id for i in graph.order] == ids
 
 
 def test_a_daemon_that_cannot_start_is_reported_with_its_reason_and_leaves_nothing() -> None:

@@ -111,9 +111,11 @@ class DemoDaemon:
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # a second Ctrl-C ends the waiting too
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
 
     def _clean_up(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -23,7 +23,8 @@ elif printed.strip():
     by, why = "fixed", "the model's ran but printed " + repr(printed.strip()[:40])
 else:
     by, why = "fixed", "the model's ran but printed nothing"
-print(json.dumps({"result": round(result, 3), "by": by, "why": why}))
+print(f"{result:,.10g}")
+print(json.dumps({"by": by, "why": why}))
 """
 
 

@@ -5,13 +5,18 @@ Pure: made from the timelines of the runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from hexrt.cli.demo_questions import Question
+from hexrt.cli.demo_view import printable
 from hexrt.protocol.messages import RunTimeline
 
 
@@ -51,14 +56,70 @@ def step_times(label: str, timeline: RunTimeline) -> list[StepTimes]:
     return times
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Whole times of the runs together and one step at a time; `busy_s` adds up the running times of what ran together."""
+
+    together_s: float
+    busy_s: float
+    one_by_one_s: float  # 0: not measured
+
+    def as_json(self) -> dict[str, float]:
+        out = {"together_s": self.together_s, "busy_s": self.busy_s}
+        if self.one_by_one_s:
+            out |= {"one_step_at_a_time_s": self.one_by_one_s, "ratio": self.one_by_one_s / self.together_s}
+        return out
+
+    def __str__(self) -> str:
+        text = f"whole time: {self.together_s:.2f} s for {self.busy_s:.2f} s of running steps"
+        if self.one_by_one_s:
+            text += f"; one step at a time: {self.one_by_one_s:.2f} s, {self.one_by_one_s / self.together_s:.2f} times as long"
+        return text
+
+
+def compare(together: Sequence[RunTimeline], one_by_one: Sequence[RunTimeline]) -> Comparison:
+    return Comparison(span_ns(together) / 1e9, busy_ns(together) / 1e9, span_ns(one_by_one) / 1e9)
+
+
 def span_ns(timelines: Sequence[RunTimeline]) -> int:
     """From the first submission to the last end."""
-    return max(t.ended_ns for t in timelines) - min(t.submitted_ns for t in timelines)
+    return max((t.ended_ns for t in timelines), default=0) - min((t.submitted_ns for t in timelines), default=0)
 
 
 def busy_ns(timelines: Sequence[RunTimeline]) -> int:
     """The running times of all attempts, added up."""
     return sum(max(0, a.end_ns - a.start_ns) for t in timelines for a in t.attempts if a.start_ns)
+
+
+def show_answer(console: Console, question: Question, outputs: Mapping[str, Any]) -> None:
+    """What one agent found, said and did. A step that failed leaves its line out."""
+
+    def line(name: str, text: object, style: str = "") -> None:
+        console.print(Text(f"  {name:<9}", "cyan"), Text(printable(str(text)), style), soft_wrap=True)
+
+    console.print(Text(question.text, "bold"))
+    if "answer" in outputs:
+        line("answer", outputs["answer"])
+        line("found in", outputs.get("found", "?"))
+    if "verdict" in outputs:
+        result, by, why = read_verdict(outputs["verdict"])
+        whose = "model's own program" if by == "model" else f"fixed program; {why}"
+        line("program", f"{question.task} = {result} {question.unit} ({whose})", "" if by == "model" else "yellow")
+    if "label" in outputs:
+        line("picture", outputs["label"])
+    if "letters" in outputs:
+        line("letters", f"{outputs['letters'][:100]}")
+    if "tool" in outputs:
+        line("tool", ", ".join(f"{key} {value}" for key, value in outputs["tool"].items()))
+    if "summary" in outputs:
+        line("summary", outputs["summary"])
+
+
+def read_verdict(stdout: str) -> tuple[str, str, str]:
+    """The result, whose program it is of (`model` or `fixed`), and why."""
+    result, _, verdict = stdout.partition("\n")
+    said = json.loads(verdict)
+    return result, said["by"], said["why"]
 
 
 def _ms(ns: float) -> str:
