@@ -135,7 +135,7 @@ class _Checker:
             self.priority if step.priority is None else step.priority,
             0 if step.deadline_s is None else _ns(step.deadline_s, "deadline_s"),
             self.timeout_ns if step.timeout_s is None else _ns(step.timeout_s, "timeout_s"),
-            retries, idempotent,
+            step.retries, idempotent,
         )  # fmt: skip
 
     def _op(self, name: str) -> OpFacts:
@@ -259,7 +259,7 @@ def _outputs(workflow: Workflow, nodes: list[Node], index: Mapping[str, int]) ->
         return tuple([(node.id, node.index, ()) for node in nodes if not node.successors])
     found = []
     for name, value in workflow.outputs.items():
-        where = f"outputs.{name[:80]}"
+        where = place("outputs", (name,))
         if not name or len(name) > 200:
             raise BadRequest("an output's name has 1 to 200 characters", where)
         try:

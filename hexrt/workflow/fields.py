@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -16,21 +16,29 @@ from hexrt.errors import BadRequest
 _PATH = re.compile(r"\$([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
 MOST_SHOWN = 12
+MOST_COMPARED = 500
+"""Names that a wrong one is compared with: the comparison is slow, and many names that look alike help nobody."""
 
 
 def place(prefix: str, at: Iterable[str | int]) -> str:
     """`place("inputs", ("texts", 2))` is `inputs.texts[2]`."""
-    return prefix + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at)
+    return prefix + "".join(f"[{key}]" if isinstance(key, int) else f".{shown(key)}" for key in at)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def shown(key: str) -> str:
+    """`key` as part of a place: in one line, cut where it is long."""
+    text = key[:80]
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """The end of a sentence: the nearest of `known`, else all of them where they are few."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, 1) if len(name) <= 200 and len(names) <= 20_000 else []
+    names = sorted(known) if len(known) <= MOST_COMPARED else []
+    near = difflib.get_close_matches(name, names, 1) if len(name) <= 200 else []
     if near:
         return f"; did you mean {near[0]!r}?"
     if not names:
-        return "; there are none"
+        return ""
     shown = ", ".join(names[:MOST_SHOWN])
     return f"; there are: {shown}" + (f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
 

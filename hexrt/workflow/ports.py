@@ -14,7 +14,7 @@ import msgspec
 from hexrt.errors import BadRequest, HexrtError
 from hexrt.ops.spec import OpSpec, Port
 from hexrt.values import encode, tensor_meta
-from hexrt.workflow.fields import did_you_mean, field_error, quoted
+from hexrt.workflow.fields import did_you_mean, field_error, place, quoted
 from hexrt.workflow.references import Hole, Walker
 
 NO_PARAMS_REFERENCE = "params are settled before the run, so a reference cannot stand here: pass it in `inputs`"
@@ -94,7 +94,8 @@ class PortReader:
         for name in inputs:
             if name not in ports:
                 raise BadRequest(
-                    f"op {facts.op.name!r} has no input {quoted(name)}{did_you_mean(str(name), ports)}", "inputs"
+                    f"op {facts.op.name!r} has no input {quoted(name)}{did_you_mean(str(name), ports)}",
+                    place("inputs", (str(name),)),
                 )
         for name in facts.required:
             if name not in inputs:

@@ -109,6 +109,14 @@ def as_reference(value: dict[Any, Any]) -> Reference | None:
     return None
 
 
+def is_written(value: dict[Any, Any]) -> bool:
+    """True where `value` is a reference, well formed or not."""
+    pointer = value.get(REF)
+    return (
+        ITEM in value or FILE in value or (REF in value and not (isinstance(pointer, str) and pointer.startswith("#")))
+    )
+
+
 class Walker:
     """Walks through values: checks every number, key and type in them, and takes the references out.
 
@@ -146,13 +154,13 @@ class Walker:
         return BadRequest(message, place(self.prefix, at))
 
     def _walk_dict(self, value: dict[Any, Any], at: Path) -> Any:
+        if self.on_reference is not None and is_written(value):
+            raise self._bad(self.on_reference, at)
         try:
             reference = as_reference(value)
         except BadRequest as error:
             raise self._bad(error.message, at) from None
         if reference is not None:
-            if self.on_reference is not None:
-                raise self._bad(self.on_reference, at)
             self.holes.append(Hole(at, reference))
             return None
         result = value
