@@ -1,0 +1,209 @@
+"""`cpu:0`: torch on the CPU as an accelerator. Streams are threads: one computes for language models, one runs plain bodies.
+
+Owns the loaded models and the two threads. Each thread takes its messages in the order in which they came; what must not wait (masking a
+released sequence, taking back what has not begun) is done on the loop. torch is imported at start, transformers with the first model.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hexrt.devices.body import Bodies, describe
+from hexrt.devices.host import HostProgram
+from hexrt.errors import ErrorRecord, NotFound
+from hexrt.ops.registry import load_ops
+from hexrt.protocol.host import (
+    BindPages,
+    Cancel,
+    Chunk,
+    Copy,
+    FromHost,
+    HostFailed,
+    HostFinished,
+    HostStarted,
+    Launch,
+    LoadModel,
+    Release,
+    Stats,
+    ToHost,
+    UnloadModel,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    from hexrt.llm.engine import ModelEngine
+
+MAX_ERROR = 2_000
+
+
+class Stream:
+    """A thread that works through one queue. `begin` is told the command that starts, 0 between commands."""
+
+    def __init__(self, name: str, work: Callable[[Any], None], prepare: Callable[[], None], begin: Callable[[int], None]) -> None:  # fmt: skip
+        self._work = work
+        self._prepare = prepare
+        self._begin = begin
+        self._changed = threading.Condition()  # guards the queue
+        self._queue: deque[ToHost] = deque()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, message: ToHost) -> None:
+        with self._changed:
+            self._queue.append(message)
+            self._changed.notify()
+
+    def take_out(self, command: int) -> ToHost | None:
+        """Removes a command that has not begun and returns it. None where it has, or never came."""
+        with self._changed:
+            for message in self._queue:
+                if getattr(message, "command", 0) == command:
+                    self._queue.remove(message)
+                    return message
+        return None
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._queue.clear()
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        self._prepare()
+        while True:
+            with self._changed:
+                while not self._queue and not self._stopped:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+                message = self._queue.popleft()
+            self._begin(getattr(message, "command", 0))
+            self._work(message)
+            self._begin(0)
+
+
+class CpuProgram(HostProgram):
+    def start(self) -> dict[str, Any]:
+        # Read when the libraries load. Passive: a thread that waits leaves its core to the workers beside it.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        import torch
+
+        settings = self.hello.settings.get("cpu", {})
+        self._threads = int(settings.get("threads") or len(os.sched_getaffinity(0)))
+        self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"])
+        self._models: dict[str, ModelEngine] = {}  # changed on the compute thread only
+        self._outputs: dict[int, bytes] = {}  # of launches, for later ones that take them from here; body thread only
+        self._compute = Stream("compute", self._carry_out, partial(torch.set_num_threads, self._threads), self._show)
+        self._plain = Stream("bodies", self._launch, partial(torch.set_num_threads, 1), lambda command: None)
+        return {"threads": self._threads, "torch": torch.__version__, "isa": torch.backends.cpu.get_cpu_capability()}
+
+    def stop(self) -> None:
+        self._compute.stop()
+        self._plain.stop()
+
+    def _show(self, command: int) -> None:
+        self.cell[0] = command
+
+    # --- on the loop ------------------------------------------------------------------------------------------------
+
+    def handle(self, message: ToHost) -> None:
+        if isinstance(message, Launch):
+            self._plain.put(message)
+        elif isinstance(message, Withdraw):
+            self._take_out(message.command)
+        elif isinstance(message, Cancel):
+            if (taken := self._take_out(message.command)) is not None:
+                now = monotonic_ns()
+                error = ErrorRecord("cancelled", "cancelled before it began")
+                self.report(HostFailed(message.command, getattr(taken, "attempt", 0), now, now, error))
+        else:
+            if isinstance(message, Release) and (engine := self._models.get(message.model)) is not None:
+                engine.mask(message.sequence)
+            self._compute.put(message)
+
+    def _take_out(self, command: int) -> ToHost | None:
+        return self._compute.take_out(command) or self._plain.take_out(command)
+
+    def _post(self, report: FromHost) -> None:
+        """Hands a report of a thread to the loop, which may have closed meanwhile."""
+        try:
+            self.loop.call_soon_threadsafe(self.report, report)
+        except RuntimeError:
+            self.stop()
+
+    # --- on the threads ---------------------------------------------------------------------------------------------
+
+    def _launch(self, launch: Launch) -> None:
+        start = monotonic_ns()
+        if launch.report_start:
+            self._post(HostStarted(launch.command, launch.attempt, start))
+        try:
+            output = self._bodies.run(launch)
+        except BaseException as error:  # a body may raise anything, SystemExit too: border of a task
+            self._post(HostFailed(launch.command, launch.attempt, start, monotonic_ns(), describe(error)))
+        else:
+            end = monotonic_ns()
+            self._post(HostFinished(launch.command, launch.attempt, start, end, msgspec.Raw(output)))
+
+    def _carry_out(self, message: LoadModel | UnloadModel | BindPages | Chunk | Copy | Release) -> None:
+        start = monotonic_ns()
+        try:
+            report = self._do(message)
+        except Exception as error:  # border of a command
+            command = getattr(message, "command", 0)
+            report = HostFailed(command, 0, start, monotonic_ns(), describe(error)) if command else None
+        if report is not None:
+            self._post(report)
+
+    def _do(self, message: LoadModel | UnloadModel | BindPages | Chunk | Copy | Release) -> FromHost | None:
+        if isinstance(message, LoadModel):
+            start = monotonic_ns()
+            facts = self._load(message)
+            return HostFinished(message.command, 0, start, monotonic_ns(), msgspec.Raw(msgspec.msgpack.encode(facts)))
+        if isinstance(message, UnloadModel):
+            start = monotonic_ns()
+            self._models.pop(message.model, None)
+            return HostFinished(message.command, 0, start, monotonic_ns(), msgspec.Raw(b"\xc0"))
+        engine = self._models.get(message.model)
+        if engine is None:
+            raise NotFound(f"the model {message.model!r} is not loaded on {self.hello.device}")
+        if isinstance(message, Chunk):
+            return engine.run(message)
+        if isinstance(message, Copy):
+            return engine.copy(message)
+        if isinstance(message, Release):
+            engine.release(message.sequence)
+        elif not engine.bind(message):
+            return Stats({f"{message.model}_stale_bindings": float(engine.stale_bindings)})
+        return None
+
+    def _load(self, message: LoadModel) -> dict[str, Any]:
+        from hexrt.llm.engine import ModelEngine
+        from hexrt.llm.engine_model import PagedModel
+        from hexrt.llm.tokenise import load_vocabulary
+
+        folder = Path(self.hello.models_dir) / message.path
+        tokeniser = load_vocabulary(folder, message.model).tokeniser
+        model = PagedModel(message.model, folder, message.dtype, message.arena_bytes, message.page_tokens)
+        self._models[message.model] = ModelEngine(model, partial(tokeniser.decode, skip_special_tokens=True))
+        return {
+            "frames": model.frames,
+            "page_bytes": model.page_bytes,
+            "context_tokens": model.shape.context_tokens,
+            "vocabulary": model.shape.vocabulary,
+            "layers": model.shape.layers,
+            "eos": sorted(model.eos),
+            "dtype": message.dtype,
+        }
