@@ -119,11 +119,12 @@ def _command(box: Box, limits: Limits, seccomp_fd: int, info_fd: int) -> list[st
     ]  # fmt: skip
 
 
-def rlimits(limits: Limits) -> dict[str, int]:
+def rlimits(box: Box, limits: Limits) -> dict[str, int]:
     return {
         "RLIMIT_AS": limits.memory_bytes,
         "RLIMIT_CPU": math.ceil(limits.timeout_s) + 1,  # of one process; two threads use it up before the wall clock
-        "RLIMIT_NPROC": limits.processes + 2,  # with the sandbox's own two
+        "RLIMIT_NPROC": limits.processes
+        + (1 if box.uid else 2),  # with the supervisor, and bwrap's init if it has the same uid
         "RLIMIT_FSIZE": limits.disk_bytes,
         "RLIMIT_NOFILE": 128,
         "RLIMIT_CORE": 0,
@@ -139,7 +140,7 @@ def _job_bytes(box: Box, job: Job, limits: Limits) -> bytes:
     files = {"program.py": job.code, **job.files}
     header: dict[str, Any] = {
         "uid": box.uid,
-        "limits": rlimits(limits),
+        "limits": rlimits(box, limits),
         "files": [(name, len(content)) for name, content in files.items()],
         "argv": [box.python, "-s", "-S", "-B", "-X", "utf8", f"{inside.WORK}/program.py", *job.arguments],
         "env": environment,

@@ -85,7 +85,7 @@ def _expected(box: Box, hidden: tuple[str, ...], port: int, abstract: str) -> st
         "read_only": ["/", "/dev", "/proc", *(path for path in visible(box) if os.path.isdir(path))],
         "port": port,
         "abstract": abstract,
-        "limits": rlimits(TEST_LIMITS),
+        "limits": rlimits(box, TEST_LIMITS),
     })  # fmt: skip
 
 

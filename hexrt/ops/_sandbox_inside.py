@@ -140,7 +140,10 @@ def collect(max_files: int, max_bytes: int) -> tuple[list[tuple[str, bytes]], li
                     total += len(content)
                     found.append((os.path.relpath(path, OUT), content))
 
-    walk(OUT, 1)
+    if os.path.islink(OUT):
+        leave(OUT, "not a folder")
+    else:
+        walk(OUT, 1)
     return found, left_out
 
 
