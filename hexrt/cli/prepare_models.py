@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hexrt.errors import InvariantViolation
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,13 +22,29 @@ EMBEDDER_DIMENSION = 384
 CLASSIFIER = {"dimension": 1280, "side": 224, "crop": 0.875, "mean": 127.0, "scale": 128.0}
 
 
-def _export(model: torch.nn.Module, example: tuple[Any, ...], target: Path, **names: Any) -> None:
+def _export(
+    model: torch.nn.Module, example: tuple[Any, ...], other: tuple[Any, ...], target: Path, **names: Any
+) -> None:
+    """Writes the graph of `model`. Raises InvariantViolation where ONNX Runtime gets something else out of `other` than torch does.
+
+    The tensors of `example` must be distinct objects: of two names for one tensor the exporter keeps one.
+    """
+    import onnxruntime
     import torch
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it reports each library that it could have used
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(model.eval(), example, str(target), dynamo=True, external_data=False, verbose=False, **names)
+    with torch.no_grad():
+        expected = model(*other)
+    session = onnxruntime.InferenceSession(str(target), providers=["CPUExecutionProvider"])
+    found = session.run(
+        None, {port.name: tensor.numpy() for port, tensor in zip(session.get_inputs(), other, strict=True)}
+    )
+    for name, want, got in zip(names["output_names"], expected, found, strict=True):
+        if not torch.allclose(want, torch.from_numpy(got), rtol=1e-3, atol=1e-4):
+            raise InvariantViolation(f"the exported graph computes another {name} than the model")
 
 
 def export_embedder(source: Path, folder: Path) -> None:
@@ -39,21 +57,21 @@ def export_embedder(source: Path, folder: Path) -> None:
             super().__init__()
             self.encoder = encoder
 
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor]:
             kinds = torch.zeros_like(input_ids)
             states = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, token_type_ids=kinds
             ).last_hidden_state
             kept = attention_mask.unsqueeze(-1).to(states.dtype)
-            pooled: torch.Tensor = (states * kept).sum(1) / kept.sum(1).clamp(min=1e-9)
-            return pooled
+            return ((states * kept).sum(1) / kept.sum(1).clamp(min=1e-9),)
 
     encoder = AutoModel.from_pretrained(source, attn_implementation="eager", dtype=torch.float32)
     tokens = torch.export.Dim("tokens", min=2, max=MAX_TOKENS)
-    example = torch.ones(1, 16, dtype=torch.int64)
+    ids = torch.arange(2_000, 2_000 + 37).unsqueeze(0)
     _export(
         Sentence(encoder),
-        (example, example),
+        (torch.ones(1, 16, dtype=torch.int64), torch.ones(1, 16, dtype=torch.int64)),
+        (ids, (torch.arange(37) < 21).long().unsqueeze(0)),
         folder / "model.onnx",
         input_names=["input_ids", "attention_mask"],
         output_names=["sentence"],
@@ -83,6 +101,7 @@ def export_classifier(weights: Path, labels: list[str], folder: Path) -> None:
     _export(
         Picture(network),
         (torch.zeros(1, 3, side, side),),
+        (torch.linspace(-1, 1, 3 * side * side).reshape(1, 3, side, side),),
         folder / "model.onnx",
         input_names=["image"],
         output_names=["embedding", "probabilities"],

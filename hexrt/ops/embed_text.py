@@ -16,7 +16,7 @@ DIMENSION = 384
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    model: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "minilm"
+    model: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")] = "minilm"
     normalize: bool = True  # to unit length, so that a dot product is the cosine
     max_tokens: Annotated[int, msgspec.Meta(ge=3, le=512)] = 256  # of one text; what is beyond is not looked at
 

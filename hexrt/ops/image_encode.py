@@ -10,7 +10,7 @@ from hexrt.core import DeviceKind, TensorMeta
 from hexrt.errors import BadRequest
 from hexrt.ops.spec import OpSpec, Part, Port, StepContext
 
-ModelName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+ModelName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")]
 DIMENSION = 1280
 
 

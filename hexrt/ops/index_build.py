@@ -12,7 +12,7 @@ import msgspec
 from hexrt.core import DeviceKind
 from hexrt.ops.spec import OpSpec, Part, Port, StepContext
 
-IndexName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+IndexName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")]
 
 
 class BuildParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

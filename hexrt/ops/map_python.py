@@ -13,7 +13,8 @@ from hexrt.ops.spec import OpSpec, Part, Port, StepContext
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # `module:function`, or the name of an entry point of the group `hexrt.functions`
     function: Annotated[
-        str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,199}(:[A-Za-z][A-Za-z0-9_]{0,99})?$", max_length=300)
+        str,
+        msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,199}(:[A-Za-z][A-Za-z0-9_]{0,99})?$(?!\n)", max_length=300),
     ]
 
 

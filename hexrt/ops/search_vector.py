@@ -12,7 +12,9 @@ from hexrt.ops.spec import OpSpec, Part, Port, StepContext
 
 
 class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    index: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")] = ""  # "": the input `index`
+    index: Annotated[str, msgspec.Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$(?!\n)")] = (
+        ""  # "": the input `index`
+    )
     k: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 5
     ef: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 64  # hnsw: candidates looked at; more finds more, later
 
