@@ -22,6 +22,14 @@ VERSION = 1
 APPLICATION = 0x48585254  # "HXRT"
 BUSY_MS = 5_000
 
+SETTINGS: tuple[tuple[str, str | int], ...] = (
+    ("journal_mode", "WAL"),
+    ("synchronous", "FULL"),
+    ("wal_autocheckpoint", 0),  # the writer does it, after it has told of the commit
+    ("journal_size_limit", 64 << 20),
+    ("trusted_schema", "OFF"),
+)
+
 SCHEMA = f"""
 BEGIN;
 CREATE TABLE frames (number INTEGER PRIMARY KEY, crc INTEGER NOT NULL, uses BLOB NOT NULL, facts BLOB NOT NULL);
@@ -101,7 +109,7 @@ def make_database(directory: Path, vfs: str, sync: Sync) -> None:
     os.close(os.open(new, os.O_CREAT | os.O_WRONLY, 0o600))
     connection = apsw.Connection(str(new), apsw.SQLITE_OPEN_READWRITE, vfs or None)
     try:
-        connection.execute(SCHEMA)
+        connection.execute(SCHEMA).fetchall()
     finally:
         connection.close(True)
     fd = os.open(new, os.O_RDONLY)
@@ -124,10 +132,8 @@ def open_writer(directory: Path, vfs: str) -> apsw.Connection:
         connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
         connection.set_busy_timeout(BUSY_MS)
         _check(connection, is_clean)
-        connection.execute(
-            "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA wal_autocheckpoint = 0;"
-            "PRAGMA journal_size_limit = 67108864; PRAGMA trusted_schema = OFF"
-        )
+        for name, value in SETTINGS:
+            connection.pragma(name, value)
     except BaseException:
         connection.close(True)
         raise
@@ -137,7 +143,7 @@ def open_writer(directory: Path, vfs: str) -> apsw.Connection:
 def open_reader(directory: Path, vfs: str) -> apsw.Connection:
     connection = apsw.Connection(str(directory / NAME), apsw.SQLITE_OPEN_READONLY, vfs or None)
     connection.set_busy_timeout(BUSY_MS)
-    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.pragma("trusted_schema", "OFF")
     return connection
 
 
