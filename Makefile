@@ -34,6 +34,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALLED := $(VENV)/.installed-$(VARIANT)
 MODELS := .models/.prepared
+TRACE_PROCESSOR := .models/trace-processor/trace_processor.wasm
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help setup demo test lint format bench test-gpu campaign clean
@@ -47,7 +48,7 @@ setup: $(INSTALLED) $(MODELS)
 demo: setup
 	@$(BIN)/hexrt demo
 
-test: setup
+test: setup $(TRACE_PROCESSOR)
 	@$(PYTEST) -m "not campaign"
 
 lint: $(INSTALLED)
@@ -72,39 +73,40 @@ clean:
 	@rm -rf $(VENV) .models .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find hexrt tests -name __pycache__ -prune -exec rm -rf {} +
 
-# --- what the machine itself must have: bubblewrap for the sandbox, Node for the trace test, Python's venv module ---
+# --- what the machine itself must have --------------------------------------------------------------------------
+# Takes the bash array `need`, of Debian's package names with `venv` for Python's own, and installs what it names as root;
+# a plain user is told the one command to run.
 
-define SYSTEM
-need=()
-command -v bwrap >/dev/null || need+=(bubblewrap)
-command -v node >/dev/null || need+=(nodejs)
-"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || need+=(venv)
+define INSTALL_NEEDED
 if (( $${#need[@]} )); then
-	run=() refresh=()
+	run=() refresh=(true) venv=python3 npm=npm
 	if command -v apt-get >/dev/null; then
 		refresh=(apt-get update -q) run=(apt-get install -q -y --no-install-recommends)
 		venv=$$("$(PYTHON)" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
-		need=("$${need[@]/#venv/$$venv}")
 	elif command -v dnf >/dev/null; then run=(dnf install -y)
 	elif command -v apk >/dev/null; then run=(apk add)
 	elif command -v pacman >/dev/null; then run=(pacman -S --noconfirm --needed)
-	elif command -v zypper >/dev/null; then run=(zypper --non-interactive install)
+	elif command -v zypper >/dev/null; then run=(zypper --non-interactive install) npm=npm-default
 	fi
-	need=("$${need[@]/#venv/python3}")
+	need=("$${need[@]/#venv/$$venv}")
+	need=("$${need[@]/#npm/$$npm}")
 	if (( ! $${#run[@]} )); then
 		echo "setup: install $${need[*]} with this system's package manager, then run make again" >&2; exit 1
 	elif (( EUID != 0 )); then
 		echo "setup: run this, then make again:  sudo $${run[*]} $${need[*]}" >&2; exit 1
 	fi
 	export DEBIAN_FRONTEND=noninteractive
-	if (( $${#refresh[@]} )); then "$${refresh[@]}"; fi
+	"$${refresh[@]}"
 	"$${run[@]}" "$${need[@]}"
 fi
 endef
 
 $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefile
 	@if [[ -z "$(PYTHON)" ]]; then echo "setup: Python 3.11 or 3.12 is needed; install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; fi
-	$(SYSTEM)
+	need=()
+	command -v bwrap >/dev/null || need+=(bubblewrap)
+	"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || need+=(venv)
+	$(INSTALL_NEEDED)
 	[[ -x $(BIN)/python ]] || "$(PYTHON)" -m venv $(VENV)
 	if [[ $(VARIANT) == cpu ]]; then
 		constraint=(-c constraints-cpu.txt)
@@ -123,4 +125,13 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefil
 $(MODELS): $(INSTALLED) $(wildcard hexrt/cli/prepare*.py)
 	@$(BIN)/python -m hexrt.cli.prepare --models-dir .models \
 		|| { echo "setup: the models could not be prepared; the lines above say why" >&2; exit 1; }
+	touch $@
+
+# For the tests alone: the real trace processor, which opens what hexrt writes.
+$(TRACE_PROCESSOR): tests/tools/fetch_trace_processor.py | $(MODELS)
+	@need=()
+	command -v node >/dev/null || need+=(nodejs)
+	command -v npm >/dev/null || need+=(npm)
+	$(INSTALL_NEEDED)
+	$(BIN)/python tests/tools/fetch_trace_processor.py
 	touch $@
