@@ -19,7 +19,7 @@ from hexrt.errors import ErrorRecord, HexrtError
 from hexrt.events import Event, Failed, Started
 from hexrt.runtime.entities import Run, Task
 from hexrt.runtime.state import RunTable
-from hexrt.scheduling.cost import PRIOR_NS, CostModel
+from hexrt.scheduling.cost import CostModel
 from hexrt.scheduling.rank import upward_ranks
 from hexrt.values import NIL, pick
 from hexrt.workflow.graph import ITEM, InputRef, Node
@@ -160,8 +160,9 @@ class Brain:
             return False
         before = task.step.tasks[task.part - 1].device if task.op_part else ""
         device = next((d for d in ready if d.name == before), None) or min(ready, key=lambda d: len(d.window))
-        command = device.next_command()
-        self.table.place(task, device.name, command, now_ns, PRIOR_NS)
+        task.work = self._work(task)
+        predicted = self.cost.predict_ns(task.step.node.op.name, task.op_part, device.cost_name, task.work)
+        self.table.place(task, device.name, device.next_command(), now_ns, predicted)
         device.take(task)
         self.engines.start(task, device.name, now_ns)
         return True

@@ -18,13 +18,17 @@ from hexrt.errors import ErrorRecord, HexrtError
 from hexrt.events import Emitted, Event, Failed, Finished, Started
 from hexrt.llm.batch import Emitted as Tokens
 from hexrt.llm.batch import Ended, Engine, Outcome, Prefilled, Refused
-from hexrt.llm.steps import output_of_decode, output_of_prefill, request_of
+from hexrt.llm.sequence import SequenceRequest
+from hexrt.llm.steps import check_numerics, output_of_decode, output_of_prefill, request_of, resolve_model
 from hexrt.protocol.host import Chunk, Chunked, FromHost, HostFailed, HostFinished, LoadModel
 from hexrt.runtime.entities import Run, Task
+from hexrt.scheduling.cost import CostModel
+from hexrt.values import NIL, pick
+from hexrt.workflow.graph import ITEM
 
 Key = tuple[bytes, int, int]
 PAGE_TOKENS = 16
-PARENT_PORTS = ("continue_from", "prefix")
+PARENT_PORTS = (("continue_from",), ("prefix",))
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
@@ -55,13 +59,24 @@ class Entry:
     chunks: set[int] = field(default_factory=set)  # commands of chunks that are with the host
 
 
+def _input(task: Task, port: str) -> msgspec.Raw:
+    """What a task is given at an input port, encoded. Raises TaskFailed where that is not there."""
+    node = task.step.node
+    for ref in node.refs:
+        if ref.to == (port,):
+            raw = task.item if ref.step == ITEM else task.run.steps[ref.step].output
+            return pick(raw or NIL, ref.path)
+    return pick(node.inputs, (port,))
+
+
 def key_of(task: Task) -> Key:
     return task.run.id, task.step.node.index, task.part - task.op_part
 
 
 class Engines:
-    def __init__(self, models: Mapping[str, ModelSource], arena_bytes: int, token_budget: int, passes: int) -> None:
+    def __init__(self, models: Mapping[str, ModelSource], arena_bytes: int, token_budget: int, passes: int, cost: CostModel) -> None:  # fmt: skip
         self._models = models
+        self._cost = cost
         self._arena_bytes = arena_bytes
         self._token_budget = token_budget
         self._passes = passes
@@ -73,10 +88,11 @@ class Engines:
 
     def start(self, task: Task, device: str, now_ns: int) -> None:
         """A prefill or decode task was placed on `device`."""
-        name = self._model_name(task)
-        if name not in self._models:
-            known = ", ".join(sorted(self._models)) or "none"
-            self._fail(task, ErrorRecord("not_found", f"there is no model {name!r}; configured are: {known}"), now_ns)
+        try:
+            name = self._model_name(task)
+            check_numerics(task.step.node.params.numerics, name, self._models[name].dtype)  # type: ignore[attr-defined]
+        except HexrtError as error:
+            self._fail(task, error.record(), now_ns)
             return
         entry = self._entries.setdefault(device, {}).setdefault(name, Entry(name))
         key = key_of(task)
@@ -85,39 +101,39 @@ class Engines:
         if key in entry.live:
             entry.live[key] = task
             for outcome in entry.early.pop(key, ()):
-                self._outcome(entry, outcome)
+                self._outcome(entry, outcome, now_ns)
         elif entry.engine is None:
             entry.waiting.append(task)
         else:
             self._add(entry, task, now_ns)
 
     def _model_name(self, task: Task) -> str:
-        name = str(getattr(task.step.node.params, "model", "default"))
-        return next(iter(self._models), name) if name == "default" and name not in self._models else name
+        return resolve_model(task.step.node.params.model, self._models)  # type: ignore[attr-defined]
 
     def _add(self, entry: Entry, task: Task, now_ns: int) -> None:
         assert entry.engine is not None
         key = key_of(task)
         try:
-            entry.engine.add(self._request(task, key), now_ns)
+            request = self._request(task, key)
+            entry.engine.add(request, now_ns)
         except HexrtError as error:
             self._fail(task, error.record(), now_ns)
             return
         entry.live[key] = task
+        if request.retain:
+            entry.kept.add(key)
 
-    def _request(self, task: Task, key: Key) -> Any:
+    def _request(self, task: Task, key: Key) -> SequenceRequest:
         """The sequence of a step, from what its tasks before this one gave and what it had answered before a restart."""
         step, run = task.step, task.run
-        first = step.tasks[key[2]]
-        decode = step.tasks[key[2] + len(step.node.op.parts) - 1]
-        tokenised = first.output if step.node.op.parts[0].body is not None else None
-        refs = {ref.to[0]: ref.step for ref in step.node.refs if ref.to[0] in PARENT_PORTS and not ref.path}
-        parent_step = next((s for s in refs.values() if s >= 0 and run.steps[s].node.map is None), None)
-        if tokenised is None:
-            tokenised = run.steps[parent_step].output if parent_step is not None else None
+        node = step.node
+        decode = step.tasks[key[2] + len(node.op.parts) - 1]
+        tokenised = step.tasks[key[2]].output if node.op.parts[0].body is not None else _input(task, "prefix")
+        parents = [r.step for r in node.refs if r.to in PARENT_PORTS and not r.path and r.step != ITEM]
+        parent = next((run.id, s, 0) for s in parents) if parents and run.steps[parents[0]].node.map is None else None
         return request_of(
-            step.node.op.name, step.node.params, tokenised, tuple(decode.answered or ()), key,
-            (run.id, parent_step, 0) if parent_step is not None else None, self._is_parent(run, task), step.node.priority,
+            node.op.name, node.params, tokenised, tuple(decode.answered or ()), key, parent, self._is_parent(run, task),
+            node.priority, "".join(decode.text or ()),
         )  # fmt: skip
 
     @staticmethod
@@ -125,7 +141,7 @@ class Engines:
         """Whether a step that has not ended continues from this one."""
         index = task.step.node.index
         return any(
-            ref.step == index and ref.to[0] in PARENT_PORTS
+            ref.step == index and ref.to in PARENT_PORTS
             for successor in task.step.node.successors
             if run.steps[successor].state < TaskState.DONE
             for ref in run.steps[successor].node.refs
@@ -137,8 +153,7 @@ class Engines:
     def stop(self, tasks: Iterable[Task], now_ns: int = 0) -> None:
         """Takes the sequences of these tasks out; a Failed of kind `cancelled` follows for each."""
         for task in tasks:
-            entry = self._entries.get(task.device, {}).get(self._model_name(task))
-            if entry is not None:
+            for entry in self._entries.get(task.device, {}).values():
                 if task in entry.waiting:
                     entry.waiting.remove(task)
                 self._forget(entry, key_of(task))
@@ -181,7 +196,8 @@ class Engines:
         events.extend(self._events)
         self._events.clear()
         for name, command in self._dropped:
-            devices[name].drop(command)
+            if devices[name].drop(command) is not None:
+                devices[name].done += 1
         self._dropped.clear()
 
     # --- from the hosts -----------------------------------------------------------------------------------------
@@ -193,7 +209,7 @@ class Engines:
                 if entry.engine is not None and report.command in entry.chunks:
                     entry.chunks.discard(report.command)
                     for outcome in entry.engine.chunked(report, report.end_ns):
-                        self._outcome(entry, outcome)
+                        self._outcome(entry, outcome, report.end_ns)
 
     def finished(self, device: Device, report: HostFinished) -> None:
         """A model is loaded."""
@@ -219,13 +235,13 @@ class Engines:
             elif entry.engine is not None and report.command in entry.chunks:
                 entry.chunks.discard(report.command)
                 for outcome in entry.engine.chunk_failed(report.command, report.error):
-                    self._outcome(entry, outcome)
+                    self._outcome(entry, outcome, report.end_ns)
 
     def device_lost(self, device: str) -> None:
         """The host is gone and with it every model, sequence and page; its tasks are placed again by whoever lost them."""
         self._entries.pop(device, None)
 
-    def _outcome(self, entry: Entry, outcome: Outcome) -> None:
+    def _outcome(self, entry: Entry, outcome: Outcome, at_ns: int) -> None:
         key: Key = outcome.key  # type: ignore[assignment]
         if key not in entry.live:
             return
@@ -241,13 +257,10 @@ class Engines:
                     entry.live[key] = None
                 else:
                     del entry.live[key]
-                    entry.kept.add(key)
         elif isinstance(outcome, Tokens):
-            self._events.append(Emitted(run.id, node.index, task.part, task.attempt, outcome.first, outcome.ids, outcome.text, 0))  # fmt: skip
+            self._events.append(Emitted(run.id, node.index, task.part, task.attempt, outcome.first, outcome.ids, outcome.text, at_ns))  # fmt: skip
         elif isinstance(outcome, Ended):
             del entry.live[key]
-            if self._is_parent(run, task):
-                entry.kept.add(key)
             output = output_of_decode(self._request(task, key), outcome)
             self._end(task, output, task.start_ns or outcome.start_ns, outcome.end_ns)
         else:
@@ -256,6 +269,7 @@ class Engines:
 
     def _end(self, task: Task, output: bytes, start_ns: int, end_ns: int) -> None:
         self._dropped.append((task.device, task.command))
+        self._cost.observe(task.step.node.op.name, task.op_part, task.device, task.work, end_ns - start_ns)
         self._events.append(
             Finished(task.run.id, task.step.node.index, task.part, task.attempt, task.device, start_ns, end_ns, msgspec.Raw(output))
         )  # fmt: skip

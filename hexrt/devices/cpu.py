@@ -19,7 +19,7 @@ import msgspec
 
 from hexrt.devices.body import Bodies, describe
 from hexrt.devices.host import HostProgram
-from hexrt.errors import ErrorRecord, NotFound
+from hexrt.errors import ErrorRecord, InvariantViolation, NotFound
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.host import (
     BindPages,
@@ -41,8 +41,6 @@ from hexrt.protocol.host import (
 
 if TYPE_CHECKING:
     from hexrt.llm.engine import ModelEngine
-
-MAX_ERROR = 2_000
 
 
 class Stream:
@@ -104,10 +102,9 @@ class CpuProgram(HostProgram):
         self._threads = int(settings.get("threads") or len(os.sched_getaffinity(0)))
         self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"])
         self._models: dict[str, ModelEngine] = {}  # changed on the compute thread only
-        self._outputs: dict[int, bytes] = {}  # of launches, for later ones that take them from here; body thread only
         self._compute = Stream("compute", self._carry_out, partial(torch.set_num_threads, self._threads), self._show)
         self._plain = Stream("bodies", self._launch, partial(torch.set_num_threads, 1), lambda command: None)
-        return {"threads": self._threads, "torch": torch.__version__, "isa": torch.backends.cpu.get_cpu_capability()}
+        return {"threads": self._threads, "torch": str(torch.__version__), "isa": torch.backends.cpu.get_cpu_capability()}
 
     def stop(self) -> None:
         self._compute.stop()
@@ -150,6 +147,8 @@ class CpuProgram(HostProgram):
         if launch.report_start:
             self._post(HostStarted(launch.command, launch.attempt, start))
         try:
+            if any(binding.local for binding in launch.bindings):
+                raise InvariantViolation(f"{self.hello.device} keeps no outputs for later launches")
             output = self._bodies.run(launch)
         except BaseException as error:  # a body may raise anything, SystemExit too: border of a task
             self._post(HostFailed(launch.command, launch.attempt, start, monotonic_ns(), describe(error)))

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +130,17 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _die_of_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An error that nobody caught: the daemon is better served by a dead host, which it replaces and reports, than by a silent one."""
+    error = context.get("exception")
+    if error is not None:
+        traceback.print_exception(error)
+    print(f"{context.get('message')}: {error!r}", file=sys.stderr, flush=True)
+    os._exit(70)
+
+
 async def _serve(program: str, sock: socket.socket, cell: memoryview) -> None:
+    asyncio.get_running_loop().set_exception_handler(_die_of_bug)
     await Host(program, sock, cell).ended
 
 

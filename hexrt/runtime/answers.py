@@ -21,6 +21,8 @@ from hexrt.runtime.entities import Change, Run, Step, Task, record_of
 from hexrt.runtime.store_records import EndedRun
 from hexrt.values import NIL, pick
 
+PAST = {TaskState.PLACED: "placed", TaskState.RUNNING: "started", TaskState.DONE: "done"}
+
 
 def summary_of(run: Run, now_ns: int) -> RunSummary:
     return RunSummary(
@@ -114,12 +116,9 @@ def past_of(run: Run) -> Iterator[Change]:
         for task in step.tasks:
             if task.text:
                 yield Change(run, "tokens", step, task, "".join(task.text))
-            name = _past_event(task)
-            if name:
+            parts = len(step.node.op.parts)
+            name = PAST.get(task.state, "")
+            if name and task.op_part == (parts - 1 if name == "done" else 0):
                 yield Change(run, name, step, task)
         if step.error is not None:
             yield Change(run, step.state.name.lower(), step, next((t for t in step.tasks if t.end_ns), None))
-
-
-def _past_event(task: Task) -> str:
-    return {TaskState.PLACED: "placed", TaskState.RUNNING: "started", TaskState.DONE: "done"}.get(task.state, "")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hexrt.brain.decide import Brain, Commands
 from hexrt.clock import Clock
 from hexrt.core import Durability
-from hexrt.events import DURABLE, Event, Started
+from hexrt.events import DURABLE, Event, Recovered, Started
 from hexrt.runtime.answers import ended_of
 from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.fleet import Fleet
@@ -101,11 +101,15 @@ class Owner:
 
     def _apply(self, event: Event, kept: list[Event]) -> None:
         self._table.apply(event)
-        if isinstance(event, DURABLE):
-            run = self._table.runs.get(getattr(event, "run", b""))
-            if run is not None and run.durability is not Durability.NONE:
-                if type(event) is not Started or not run.steps[event.step].node.idempotent:
-                    kept.append(event)
+        if not isinstance(event, DURABLE):
+            return
+        if isinstance(event, Recovered):
+            kept.append(event)
+            return
+        run = self._table.runs.get(event.run)
+        if run is not None and run.durability is not Durability.NONE:
+            if type(event) is not Started or not run.steps[event.step].node.idempotent:
+                kept.append(event)
 
     def _carry_out(self, commands: Commands, kept: list[Event], now_ns: int) -> None:
         fleet = self.fleet
@@ -130,13 +134,14 @@ class Owner:
             fleet.send(device, [message])
 
     def _record(self, kept: list[Event]) -> None:
-        runs = self._table.runs
+        """Hands facts to the store; each run remembers the ticket of its newest."""
+        of = [self._table.runs.get(getattr(event, "run", b"")) for event in kept]
         urgent = any(
-            type(e) is Started or runs[e.run].durability is Durability.SYNC for e in kept if getattr(e, "run", b"")
-        )  # fmt: skip
+            run is not None and (run.durability is Durability.SYNC or type(event) is Started)
+            for event, run in zip(kept, of, strict=True)
+        )
         ticket = self._store.append(kept, urgent)
-        for event in kept:
-            run = runs.get(getattr(event, "run", b""))
+        for run in of:
             if run is not None:
                 run.ticket = ticket
 
@@ -163,6 +168,7 @@ class Owner:
             self.after(gate, lambda c=later[gate]: self._on_changes(c))  # type: ignore[misc]
 
     def _end(self, run: Run) -> None:
+        self._brain.engines.run_ended(run.id)
         if run.durability is not Durability.NONE:
             run.ticket = self._store.close_run(ended_of(run))
         self.after(self.gate_of(run), lambda: self._on_ended(run))

@@ -47,6 +47,8 @@ from hexrt.workflow.model import Workflow
 
 Push = Callable[[Update | RunResult], None]
 TICK_S = 0.05
+STEP_BYTES, TASK_BYTES = 1500, 400
+"""About what a step, its node in the graph included, and a task take in memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -295,7 +297,7 @@ class Service:
 
     def _keep(self, run: Run) -> None:
         """Keeps the newest ended runs in memory, up to the configured count and bytes."""
-        size = sum(len(s.output) for s in run.steps if s.output is not None)
+        size = sum(STEP_BYTES + TASK_BYTES * len(s.tasks) + len(s.output or b"") for s in run.steps)
         self._kept.append((run, size))
         self._kept_bytes += size
         while len(self._kept) > self.limits.kept_runs or self._kept_bytes > self.limits.kept_mib << 20:

@@ -47,8 +47,9 @@ FINAL_KINDS = frozenset({"bad_request", "unavailable", "cancelled", "not_found"}
 class RunTable:
     """All runs that are open, and the ended ones until `forget`."""
 
-    def __init__(self, check: Callable[[Workflow], TaskGraph]) -> None:
+    def __init__(self, check: Callable[[Workflow], TaskGraph], max_tasks: int = 1_000_000) -> None:
         self._check = check
+        self.max_tasks = max_tasks  # that one map may fan out to
         self.runs: dict[bytes, Run] = {}
         self.prepared: dict[bytes, TaskGraph] = {}  # graphs checked before their Submitted was applied
         self.submitted: list[Run] = []
@@ -87,7 +88,7 @@ class RunTable:
         task.start_ns = 0
         run = task.run
         run.in_flight += 1
-        if run.watched:
+        if run.watched and not task.op_part:
             self.changes.append(Change(run, "placed", task.step, task))
 
     def forget(self, run: Run) -> None:
@@ -213,7 +214,7 @@ class RunTable:
         task.attempt = event.attempt
         task.device = event.device
         task.start_ns = event.at_ns
-        if task.run.watched:
+        if task.run.watched and not task.op_part:
             self.changes.append(Change(task.run, "started", task.step, task))
 
     def _finished(self, event: Finished) -> None:
@@ -229,12 +230,12 @@ class RunTable:
         task.start_ns = event.start_ns
         task.end_ns = event.end_ns
         task.output = event.output
-        if run.watched:
+        parts = len(step.node.op.parts)
+        if run.watched and task.op_part + 1 == parts:
             self.changes.append(Change(run, "done", step, task))
         if step.state >= DONE:  # the step failed or was cancelled meanwhile
             self._maybe_end(run, event.end_ns)
             return
-        parts = len(step.node.op.parts)
         if task.op_part + 1 < parts:
             self._task_ready(step.tasks[task.part + 1], event.end_ns)
             return
