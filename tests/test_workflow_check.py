@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import math
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -409,8 +411,9 @@ def test_a_number_that_is_not_finite_is_refused_wherever_it_stands(number: float
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, 0.0, -1.0, 1e12])
 def test_times_that_make_no_sense_are_refused(seconds: float) -> None:
     for field in ("deadline_s", "timeout_s"):
+        fields: dict[str, Any] = {field: seconds}
         with pytest.raises(BadRequest) as info:
-            check_workflow(Workflow((step("a", **{field: seconds}),)), OPS, LIMITS, 1.0)
+            check_workflow(Workflow((step("a", **fields),)), OPS, LIMITS, 1.0)
         assert info.value.where == f"steps.a.{field}"
     with pytest.raises(BadRequest):
         check_workflow(Workflow((step("a"),), deadline_s=seconds), OPS, LIMITS, 1.0)
@@ -550,3 +553,24 @@ def test_an_op_whose_default_is_a_tensor_port_takes_its_default() -> None:
     })  # fmt: skip
     node = check_workflow(Workflow((StepSpec("a", "o"),)), {"o": op}, LIMITS, 1.0).nodes[0]
     assert decode(node.inputs) == {"x": [1]}
+
+
+PROBE = """
+import sys
+import msgspec
+from hexrt.ops.noop import OP
+from hexrt.workflow.check import GraphLimits, check_workflow
+from hexrt.workflow.model import Workflow
+workflow = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Workflow)
+graph = check_workflow(workflow, {"noop": OP}, GraphLimits(), 1.0)
+assert not {"numpy", "yaml", "hexrt.workflow.load"} & sys.modules.keys()
+sys.stdout.buffer.write(bytes(graph.nodes[0].inputs))
+"""
+
+
+def test_the_daemon_checks_tensors_without_numpy() -> None:
+    array = np.arange(4, dtype="int16")
+    workflow = encode(Workflow((step("a", {"x": array}),)))
+    result = subprocess.run([sys.executable, "-c", PROBE], input=workflow, capture_output=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr.decode()
+    assert np.array_equal(decode(result.stdout)["value"]["x"], array)

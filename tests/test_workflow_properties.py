@@ -21,6 +21,14 @@ from hexrt.workflow.references import parse_path, write_path
 from hexrt.workflow.syntax import parse, write
 from tests.workflow_ops import LIMITS, OPS, check
 
+
+def with_settings(examples: int) -> settings:
+    """The same cases in every run, and no clock: the machine may be busy."""
+    return settings(
+        max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
 EXAMPLES = Path(__file__).parent / "data" / "workflows"
 PLAIN = [
     msgspec.to_builtins(load_workflow(path)) for path in sorted(EXAMPLES.iterdir()) if path.suffix in {".yaml", ".json"}
@@ -77,6 +85,7 @@ def assert_consistent(graph: TaskGraph) -> None:
             assert hole is None
 
 
+@with_settings(100)
 @given(dags())
 def test_neighbours_and_order_of_any_dag_agree(steps: list[StepSpec]) -> None:
     graph = check(*steps)
@@ -87,6 +96,7 @@ def test_neighbours_and_order_of_any_dag_agree(steps: list[StepSpec]) -> None:
     assert [name for name, _, _ in graph.outputs] == [n.id for n in graph.nodes if not n.successors]
 
 
+@with_settings(100)
 @given(dags(), st.data())
 def test_any_dag_with_one_way_back_is_refused_as_a_cycle(steps: list[StepSpec], data: st.DataObject) -> None:
     graph = check(*steps)
@@ -143,7 +153,7 @@ def _listed(value: Any) -> Any:
     return [_listed(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@with_settings(300)
 @given(mutants())
 def test_a_mutated_workflow_is_checked_or_refused_and_never_breaks_the_daemon(data: Any) -> None:
     raw = msgspec.msgpack.encode(data)
@@ -159,7 +169,7 @@ def test_a_mutated_workflow_is_checked_or_refused_and_never_breaks_the_daemon(da
         assert_consistent(graph)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@with_settings(150)
 @given(mutants())
 def test_a_mutated_file_is_loaded_or_refused(data: Any) -> None:
     try:
@@ -172,6 +182,7 @@ def test_a_mutated_file_is_loaded_or_refused(data: Any) -> None:
         assert error.message and "\n" not in error.where
 
 
+@with_settings(100)
 @given(st.text(max_size=200) | st.text("[]{}:,-&*!|>'\"%@` \n\tab1#?<", max_size=60))
 def test_any_text_is_loaded_or_refused(text: str) -> None:
     for format in ("yaml", "json"):
@@ -181,12 +192,14 @@ def test_any_text_is_loaded_or_refused(text: str) -> None:
             assert error.message
 
 
+@with_settings(100)
 @given(st.dictionaries(texts, values, max_size=5).filter(bool))
 def test_what_is_written_is_read_back(data: Any) -> None:
     for format in ("yaml", "json"):
         assert parse(write(data, format), format) == data
 
 
+@with_settings(100)
 @given(dags())
 def test_a_workflow_survives_its_file(steps: list[StepSpec]) -> None:
     workflow = Workflow(tuple(steps), name="w", priority=3)
@@ -194,6 +207,7 @@ def test_a_workflow_survives_its_file(steps: list[StepSpec]) -> None:
         assert load_workflow(dump_workflow(workflow, format), format) == workflow
 
 
+@with_settings(100)
 @given(st.lists(st.text(max_size=8) | st.integers(-(10**9) + 1, 10**9 - 1), min_size=1, max_size=6))
 def test_a_written_path_is_read_back(path: list[str | int]) -> None:
     written = write_path(path)

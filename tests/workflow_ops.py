@@ -11,7 +11,7 @@ import msgspec
 from hexrt.core import DeviceKind, TensorMeta
 from hexrt.errors import BadRequest
 from hexrt.ops.noop import OP as NOOP
-from hexrt.ops.spec import OpSpec, Part, Port
+from hexrt.ops.spec import NoParams, OpSpec, Part, Port
 from hexrt.workflow.check import GraphLimits, check_workflow
 from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import StepSpec, Workflow
@@ -19,11 +19,7 @@ from hexrt.workflow.model import StepSpec, Workflow
 VECTORS = TensorMeta("float32", (None, 384))
 
 
-class Params(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class Generate(Params):
+class Generate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 128
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -31,32 +27,32 @@ class Generate(Params):
     stop: tuple[str, ...] = ()
 
 
-class Build(Params):
+class Build(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     kind: Literal["flat", "hnsw"] = "flat"
 
 
-class Search(Params):
+class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: str
     k: Annotated[int, msgspec.Meta(ge=1)] = 5
 
 
-class Template(Params):
+class Template(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     template: str
 
 
-class Code(Params):
+class Code(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_s: float = 1.0
     memory_mib: int = 256
 
 
-class Http(Params):
+class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     method: Literal["GET", "POST"] = "GET"
     body_bytes: int = 1 << 20
 
 
-class Function(Params):
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function: str
 
 
@@ -71,7 +67,7 @@ def check_http(params: Http) -> None:
         raise BadRequest("write a URL that begins with http:// or https://", "url")
 
 
-def _op(name: str, kinds: Iterable[str], params: type[msgspec.Struct] = Params, **more: Any) -> OpSpec:
+def _op(name: str, kinds: Iterable[str], params: type[msgspec.Struct] = NoParams, **more: Any) -> OpSpec:
     return OpSpec(
         name, f"{name} of the tests.", (Part("run", tuple(map(DeviceKind, kinds)), "none:none"),), params, **more
     )

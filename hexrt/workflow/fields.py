@@ -16,6 +16,7 @@ from hexrt.errors import BadRequest
 _PATH = re.compile(r"\$([^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
 MOST_SHOWN = 12
+MOST_TEXT = 500
 MOST_COMPARED = 500
 """Names that a wrong one is compared with: the comparison is slow, and many names that look alike help nobody."""
 
@@ -57,9 +58,9 @@ def field_error(error: msgspec.ValidationError, prefix: str, known: Sequence[str
     text = text[:1].lower() + text[1:]
     field = _FIELD.search(text)
     if field is not None:
-        path = f"{path}.{field[1]}"
+        path = f"{path}.{shown(field[1])}"
         if "unknown" in text:
             text = f"there is no such field{did_you_mean(field[1], known) if known else ''}"
         else:
             text = "this field is required: give it a value"
-    return BadRequest(text, path.lstrip("."))
+    return BadRequest(text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + "...", path.lstrip("."))

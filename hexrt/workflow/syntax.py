@@ -25,6 +25,9 @@ MOST_NESTING = 100
 MOST_EXPANDED = 16 << 20
 """Characters, with 8 more a value, that the aliases of a YAML text may come to once they are written out."""
 
+LONGEST_WORD = 80
+"""Characters beyond which no word is taken for a date or the like."""
+
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
@@ -55,7 +58,9 @@ def parse(text: str, format: Format) -> Any:
 
 def plain_is_text(text: str) -> bool:
     """True where YAML reads this unquoted word as text, by `parse` as well as by older readers."""
-    return not any(p.fullmatch(text) for p in (_INT, _FLOAT, _NOT_FINITE, _DATE, _UNSURE)) and text not in _WORDS
+    if text in _WORDS or _INT.fullmatch(text) or _FLOAT.fullmatch(text):
+        return False
+    return len(text) > LONGEST_WORD or not any(p.fullmatch(text) for p in (_NOT_FINITE, _DATE, _UNSURE))
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------
@@ -236,6 +241,8 @@ class _YamlReader:
             raise BadRequest(
                 f"{quoted(text)} is not a finite number: only finite ones are allowed, or put it in quotes", line
             )
+        if len(text) > LONGEST_WORD:
+            return text
         if _DATE.fullmatch(text):
             raise BadRequest(f"{text[:40]} is a date in YAML, and there are no dates here: put it in quotes", line)
         if _UNSURE.fullmatch(text):
