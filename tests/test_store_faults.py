@@ -15,6 +15,9 @@ import pytest
 from hexrt.errors import HexrtError
 from hexrt.events import Event, Finished, Submitted
 from hexrt.runtime import store_commit, store_journal
+from hexrt.runtime.store_blobs import BlobFolder
+from hexrt.runtime.store_commit import Committer, Retention
+from hexrt.runtime.store_database import make_database, open_writer
 from hexrt.runtime.store_records import LARGE_BYTES
 from tests.store_help import Owner, ended, finished, plains, replayed, run_id, submitted
 from tests.store_vfs import Faults, FaultyDisk, ForgetfulDisk
@@ -84,7 +87,7 @@ def test_whichever_call_fails_what_was_acknowledged_is_there(
 ) -> None:
     at, struck = 0, True
     while struck:
-        at += 1 if at < 12 else 5
+        at += 1 if at < 10 else 9
         directory = tmp_path / str(at)
         faults = Faults(kind, at, error, is_lasting)
         disk = FaultyDisk("faulty", faults)
@@ -181,6 +184,26 @@ def test_a_file_is_on_disk_before_the_commit_that_names_it(tmp_path: Path) -> No
     assert order[:first] == [f"{shard}/{name.name}.new", shard, "blobs", "state"]
     owner.close()
     disk.unregister()
+
+
+def test_a_log_made_larger_beforehand_is_read_as_before(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir(0o700)
+    after.mkdir(0o700)
+    make_database(before, "", os.fsync)
+    connection = open_writer(before, "")
+    log = before / "hexrt.db-wal"
+    committer = Committer(connection, log, BlobFolder(before / "blobs"), Retention(10, 1 << 20), os.fsync)
+    facts: list[Event] = [submitted(run_id(1)), finished(run_id(1), 1), finished(run_id(1), 2)]
+    committer.commit([facts[:2]])
+    committer.grow_log()
+    committer.commit([facts[2:]])
+    assert log.stat().st_size == store_commit.WAL_BYTES
+    for name in ("hexrt.db", "hexrt.db-wal"):  # as a kill leaves them
+        shutil.copy(before / name, after / name)
+    assert plains(replayed(after)) == plains(facts)
+    committer.close()
+    assert os.listdir(before) == ["hexrt.db"] and plains(replayed(before)) == plains(facts)
 
 
 def test_a_file_that_cannot_be_written_fails_the_commit_that_needs_it(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class Committer:
                     run = run_of(fact)
                     if run in ending:
                         continue
-                    if isinstance(fact, Submitted):
+                    if type(fact) is Submitted:
                         journal.begin(run)
                         batch.begun.append(run)
                     if run == EVERY_RUN or journal.is_open(run):

@@ -96,23 +96,27 @@ _row = msgspec.msgpack.Decoder(EndedRow)
 
 def run_of(fact: Event | Away) -> bytes:
     """The run that a durable fact belongs to, EVERY_RUN for Recovered."""
-    if isinstance(fact, Away):
-        return fact.fact.run
-    return EVERY_RUN if isinstance(fact, Recovered) else fact.run  # type: ignore[union-attr]  # durable facts have a run
+    kind = type(fact)
+    if kind is Recovered:
+        return EVERY_RUN
+    return fact.fact.run if kind is Away else fact.run  # type: ignore[union-attr]  # durable facts have a run
 
 
 def encode_fact(fact: Event, put: PutBlob) -> bytes:
     """`put` is called for a large part, which is then not in the bytes returned."""
-    if isinstance(fact, Submitted):
-        workflow = values.encode(fact.workflow)
+    kind = type(fact)
+    if kind is Finished and len(fact.output) > LARGE_BYTES:  # type: ignore[union-attr]  # `kind` says so
+        return _encode_away(fact, "output", bytes(fact.output), values.NIL, put)  # type: ignore[arg-type, union-attr]
+    if kind is Submitted:
+        workflow = values.encode(fact.workflow)  # type: ignore[union-attr]
         if len(workflow) > LARGE_BYTES:
-            blob = put(fact.run, workflow)
-            return _encoder.encode(Away(blob, msgspec.structs.replace(fact, workflow=_HOLLOW)))
+            return _encode_away(fact, "workflow", workflow, _HOLLOW, put)  # type: ignore[arg-type]
         return _encoder.encode(msgspec.structs.replace(fact, workflow=msgspec.Raw(workflow)))
-    if isinstance(fact, Finished) and len(fact.output) > LARGE_BYTES:
-        blob = put(fact.run, bytes(fact.output))
-        return _encoder.encode(Away(blob, msgspec.structs.replace(fact, output=values.NIL)))
     return _encoder.encode(fact)
+
+
+def _encode_away(fact: Submitted | Finished, part: str, content: bytes, hollow: object, put: PutBlob) -> bytes:
+    return _encoder.encode(Away(put(fact.run, content), msgspec.structs.replace(fact, **{part: hollow})))
 
 
 def frames_of(facts: Iterable[tuple[bytes, bytes]]) -> Iterator[Frame]:
