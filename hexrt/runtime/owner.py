@@ -51,16 +51,24 @@ class Owner:
         self.turns = 0
 
     def post(self, event: Event) -> None:
+        """The event is applied in the next turn, which comes by itself."""
         self._mailbox.append(event)
-        if not self._due:
-            self._due = True
-            self._loop.call_soon(self.turn)
+        self.wake()
 
     def wake(self) -> None:
         """Makes a turn happen without an event."""
         if not self._due:
             self._due = True
-            self._loop.call_soon(self.turn)
+            self._loop.call_soon(self._on_due)
+
+    def _on_due(self) -> None:
+        if self._due:
+            self.turn()
+
+    def take(self, event: Event) -> None:
+        """Applies an event, and whatever was posted before it, now."""
+        self._mailbox.append(event)
+        self.turn()
 
     def after(self, ticket: int, act: Callable[[], None]) -> None:
         """Calls `act` once `ticket` is on disk: now, if it is. Tickets must not fall between calls."""

@@ -113,9 +113,8 @@ class Service:
         run = RunId(os.urandom(16))
         now_ns = self._clock.now_ns()
         table.prepared[run] = graph
-        self.owner.post(Submitted(run, peer.uid, peer.gid, durability, self._clock.wall_ns(), now_ns, workflow))
+        self.owner.take(Submitted(run, peer.uid, peer.gid, durability, self._clock.wall_ns(), now_ns, workflow))
         self._note_deadlines(run, graph, now_ns)
-        self.owner.turn()
         found = table.runs.get(run)
         if found is not None:
             await self._settled(found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,6 +22,12 @@ NO_PARAMS_REFERENCE = "params are settled before the run, so a reference cannot 
 NO_ELEMENT_REFERENCE = (
     "a listed element of `map.over` cannot hold a reference: refer to a step that gives the list, or use it in `inputs`"
 )
+
+
+@lru_cache(maxsize=1024)
+def _field_names(params: type[msgspec.Struct]) -> tuple[str, ...]:
+    """As a user writes them. Reading them off a type costs more than checking a small workflow."""
+    return tuple(f.encode_name for f in msgspec.structs.fields(params))
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +54,7 @@ class OpFacts:
         }
         facts = cls(
             op, len(op.parts), frozenset(kind.value for part in op.parts for kind in part.kinds),
-            tuple(f.encode_name for f in msgspec.structs.fields(op.params)), required, defaults,
+            _field_names(op.params), required, defaults,
             bool(required or defaults), msgspec.Struct(), msgspec.Raw(), None,
         )  # fmt: skip
         try:
