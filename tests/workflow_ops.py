@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import msgspec
+import pytest
 
 from hexrt.core import DeviceKind, TensorMeta
 from hexrt.errors import BadRequest
@@ -119,3 +120,15 @@ def graph(text: str, limits: GraphLimits = LIMITS) -> TaskGraph:
 def step(id: str, value: Any = None, op: str = "noop", **fields: Any) -> StepSpec:
     """A step of op noop whose input `value` is given, or none where it is None."""
     return StepSpec(id=id, op=op, inputs={} if value is None else {"value": value}, **fields)
+
+
+def refused(*steps: StepSpec, limits: GraphLimits = LIMITS, **fields: Any) -> tuple[str, str]:
+    """(where, message) of the refusal."""
+    with pytest.raises(BadRequest) as info:
+        check(*steps, limits=limits, **fields)
+    assert info.value.message
+    return info.value.where, info.value.message
+
+
+def ref(path: Any) -> dict[str, Any]:
+    return {"$ref": path}

@@ -109,23 +109,12 @@ class WorkflowBuilder:
         if name in self._steps:
             raise BadRequest(f"there is a step {name!r} already: give each its own id", f"{place_of}.id")
         fields: dict[str, Any] = {
-            "id": name,
-            "op": op,
-            "params": self._named(params, f"{place_of}.params"),
-            "inputs": self._named(inputs, f"{place_of}.inputs"),
-            "after": self._after(after, place_of),
-            "priority": priority,
-            "deadline_s": deadline_s,
-            "timeout_s": timeout_s,
-            "retries": retries,
-            "idempotent": idempotent,
-        }
-        if map_over is not None:
-            fields["map"] = {"over": self._over(map_over, place_of), "max_in_flight": max_in_flight}
-        elif max_in_flight is not None:
-            raise BadRequest("max_in_flight needs map_over", f"{place_of}.map.max_in_flight")
-        if device is not None or memory_bytes:
-            fields["needs"] = {"device": device, "memory_bytes": memory_bytes}
+            "id": name, "op": op, "params": self._named(params, f"{place_of}.params"),
+            "inputs": self._named(inputs, f"{place_of}.inputs"), "after": self._after(after, place_of),
+            "map": self._map(map_over, max_in_flight, place_of), "priority": priority, "deadline_s": deadline_s,
+            "needs": {"device": device, "memory_bytes": memory_bytes} if device is not None or memory_bytes else None,
+            "timeout_s": timeout_s, "retries": retries, "idempotent": idempotent,
+        }  # fmt: skip
         try:
             self._steps[name] = msgspec.convert(fields, StepSpec)
         except msgspec.ValidationError as error:
@@ -176,13 +165,17 @@ class WorkflowBuilder:
                 names.append(one)
         return names
 
-    def _over(self, over: Reference | Iterable[Any], place_of: str) -> Any:
+    def _map(self, over: Reference | Iterable[Any] | None, max_in_flight: int | None, place_of: str) -> Any:
+        if over is None:
+            if max_in_flight is not None:
+                raise BadRequest("max_in_flight needs map_over", f"{place_of}.map.max_in_flight")
+            return None
         where = f"{place_of}.map.over"
-        if isinstance(over, Reference) or (isinstance(over, dict) and REF in over):
-            return self._literal(over, where, ())
-        if isinstance(over, str | bytes | Mapping):
-            raise BadRequest(f"a map goes over a list or a reference, not over a {type(over).__name__}", where)
-        return self._literal(list(over), where, ())
+        if not isinstance(over, Reference) and not (isinstance(over, dict) and REF in over):
+            if isinstance(over, str | bytes | Mapping):
+                raise BadRequest(f"a map goes over a list or a reference, not over a {type(over).__name__}", where)
+            over = list(over)
+        return {"over": self._literal(over, where, ()), "max_in_flight": max_in_flight}
 
     def _written(self, reference: Reference, where: str) -> dict[str, Any]:
         if reference.builder is not None and reference.builder is not self:

@@ -74,7 +74,7 @@ def check_in_slices(
         try:
             nodes.append(checker.node(i, step))
         except BadRequest as error:
-            raise BadRequest(error.message, f"steps.{step.id}.{error.where}") from None
+            raise BadRequest(error.message, f"steps.{step.id}.{error.where}".rstrip(".")) from None
         if checker.reader.work >= checker.pause_at:
             checker.pause_at = checker.reader.work + SLICE
             yield
@@ -123,7 +123,9 @@ class _Checker:
         if refs or over is not None:
             self.consumers.append(i)
         if self.tasks > self.limits.max_tasks:
-            raise BadRequest(f"with this step there are more than the {self.limits.max_tasks} tasks allowed", "map")
+            raise BadRequest(
+                f"with this step there are more than the {self.limits.max_tasks} tasks allowed", "map" if over else ""
+            )
         op, needs, idempotent = facts.op, step.needs, step.idempotent
         if idempotent is None:
             idempotent = op.idempotent if op.idempotent is True or op.idempotent is False else op.is_idempotent(params)

@@ -21,16 +21,19 @@ def link(nodes: Sequence[Node], max_depth: int) -> Generator[None, None, list[in
 
     Raises BadRequest for a cycle, or a path of more than `max_depth` steps.
     """
-    depth = [1] * len(nodes)
+    depth = [0] * len(nodes)  # 0: not reached yet
+    successors = [node.successors for node in nodes]
     is_sorted = True
     for i, node in enumerate(nodes):
-        predecessors = node.predecessors
-        if predecessors:
-            for p in predecessors:
-                nodes[p].successors.append(i)
-            if max(predecessors) >= i:
+        deepest = 0
+        for p in node.predecessors:
+            successors[p].append(i)
+            deep = depth[p]
+            if deep > deepest:
+                deepest = deep
+            elif not deep:
                 is_sorted = False
-            depth[i] = max(map(depth.__getitem__, predecessors)) + 1
+        depth[i] = deepest + 1
         if i % SLICE == SLICE - 1:
             yield
     if is_sorted:  # every step stands after those it waits for, so that the depths are right
