@@ -168,3 +168,17 @@ def test_a_damaged_tensor_is_refused(payload: bytes) -> None:
 
 def test_an_unknown_extension_is_refused() -> None:
     assert "extension" in refused(step("a", [msgspec.msgpack.Ext(7, b"x")]))[1]
+
+
+def test_a_step_of_too_many_values_is_refused_rather_than_walked_for_seconds() -> None:
+    assert "values in this" in refused(step("a", [[]] * 300_000))[1]
+    check(step("a", list(range(600_000))), step("b", ["x"] * 600_000))
+
+
+def test_a_step_of_too_many_references_is_refused() -> None:
+    assert "at most 10000 references" in refused(step("a"), step("b", [ref("a")] * 10_001))[1]
+    assert len(check(step("a"), step("b", [ref("a")] * 10_000)).edges) == 10_000
+
+
+def test_too_many_outputs_are_refused() -> None:
+    assert refused(step("a"), outputs={f"o{i}": ref("a") for i in range(10_001)})[0] == "outputs"

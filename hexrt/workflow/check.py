@@ -26,6 +26,7 @@ from hexrt.workflow.references import Path, as_reference
 EMPTY = msgspec.Raw(b"\x80")
 KINDS = frozenset(kind.value for kind in DeviceKind)
 NO_REFS: tuple[InputRef, ...] = ()
+MOST_OUTPUTS = 10_000  # or one a step
 MOST_SECONDS = 31_536_000
 
 
@@ -259,6 +260,8 @@ def _device(name: str, facts: OpFacts) -> str:
 def _outputs(workflow: Workflow, nodes: list[Node], index: Mapping[str, int]) -> tuple[tuple[str, int, Path], ...]:
     if not workflow.outputs:
         return tuple([(node.id, node.index, ()) for node in nodes if not node.successors])
+    if len(workflow.outputs) > max(MOST_OUTPUTS, len(nodes)):
+        raise BadRequest(f"{len(workflow.outputs)} outputs are more than the {MOST_OUTPUTS} allowed", "outputs")
     found = []
     for name, value in workflow.outputs.items():
         where = place("outputs", (name,))

@@ -77,7 +77,7 @@ class PortReader:
 
     def _walk(self, value: Any, prefix: str, on_reference: str | None) -> tuple[Any, list[Hole]]:
         walker = self._walker
-        walker.prefix, walker.on_reference, walker.holes = prefix, on_reference, []
+        walker.start(prefix, on_reference)
         before = walker.seen
         walked = walker.walk(value, ())
         self.work += (walker.seen - before) >> 3

@@ -22,6 +22,9 @@ Path = tuple[str | int, ...]
 MOST_NESTING = 100
 """What `GraphLimits.max_nesting` may be at most: the walk calls itself once a level."""
 MOST_KEYS = 64
+MOST_VALUES = 200_000
+"""Values in the inputs, params or map of one step, since they are walked through without a pause; a list of plain scalars counts an eighth."""
+MOST_REFERENCES = 10_000
 _POSITION = re.compile(r"0|-?[1-9][0-9]{0,8}")
 _INT_LOW, _INT_HIGH = -(2**63), 2**64 - 1
 
@@ -124,7 +127,7 @@ class Walker:
     `seen` grows by what was looked at, and measures the time a walk took.
     """
 
-    __slots__ = ("holes", "max_nesting", "on_reference", "prefix", "seen")
+    __slots__ = ("holes", "max_nesting", "on_reference", "prefix", "seen", "stop_at")
 
     def __init__(self, max_nesting: int) -> None:
         self.max_nesting = min(max_nesting, MOST_NESTING)
@@ -132,6 +135,12 @@ class Walker:
         self.on_reference: str | None = None
         self.prefix = ""
         self.seen = 0
+        self.stop_at = MOST_VALUES
+
+    def start(self, prefix: str, on_reference: str | None) -> None:
+        """Begins with another value, that stands at `prefix`."""
+        self.prefix, self.on_reference, self.holes = prefix, on_reference, []
+        self.stop_at = self.seen + MOST_VALUES
 
     def walk(self, value: Any, at: Path) -> Any:
         """`value` with None in place of each reference; the same object where nothing had to change. Raises BadRequest."""
@@ -144,6 +153,8 @@ class Walker:
             return value
         if len(at) >= self.max_nesting and isinstance(value, dict | list | tuple):
             raise self._bad(f"lists and dicts are nested deeper than the {self.max_nesting} levels allowed", at[:4])
+        if self.seen > self.stop_at:
+            raise self._bad(f"there are more than {MOST_VALUES} values in this: pass a tensor, bytes or a file", at[:1])
         if isinstance(value, dict):
             return self._walk_dict(value, at)
         if isinstance(value, list | tuple):
@@ -161,6 +172,8 @@ class Walker:
         except BadRequest as error:
             raise self._bad(error.message, at) from None
         if reference is not None:
+            if len(self.holes) >= MOST_REFERENCES:
+                raise self._bad(f"a step takes at most {MOST_REFERENCES} references: let a `map` step gather", at)
             self.holes.append(Hole(at, reference))
             return None
         result = value
@@ -179,8 +192,14 @@ class Walker:
         if len(kinds) == 1 and _all_fit(kinds.pop(), value):
             self.seen += len(value) >> 3
             return value
-        kept = [self.walk(part, (*at, i)) for i, part in enumerate(value)]
-        return value if all(a is b for a, b in zip(kept, value, strict=True)) else kept
+        result: Any = value
+        for i, part in enumerate(value):
+            kept = self.walk(part, (*at, i))
+            if kept is not part:
+                if result is value:
+                    result = list(value)
+                result[i] = kept
+        return result
 
     def _walk_tensor(self, value: Any, at: Path) -> Any:
         try:
