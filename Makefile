@@ -107,6 +107,7 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefil
 	command -v bwrap >/dev/null || need+=(bubblewrap)
 	"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || need+=(venv)
 	$(INSTALL_NEEDED)
+	echo "setup: installing packages into $(VENV) for $(VARIANT); a few minutes the first time"
 	[[ -x $(BIN)/python ]] || "$(PYTHON)" -m venv $(VENV)
 	if [[ $(VARIANT) == cpu ]]; then
 		constraint=(-c constraints-cpu.txt)
@@ -122,8 +123,9 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefil
 	rm -f $(VENV)/.installed-*
 	touch $@
 
-$(MODELS): $(INSTALLED) $(wildcard hexrt/cli/prepare*.py)
-	@$(BIN)/python -m hexrt.cli.prepare --models-dir .models \
+$(MODELS): $(INSTALLED) $(wildcard hexrt/cli/prepare*.py) hexrt/llm/convert.py
+	@echo "setup: preparing models in .models; about a minute the first time"
+	$(BIN)/python -m hexrt.cli.prepare --models-dir .models \
 		|| { echo "setup: the models could not be prepared; the lines above say why" >&2; exit 1; }
 	touch $@
 
