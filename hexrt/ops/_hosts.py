@@ -36,7 +36,8 @@ class Rule:
     port: int | None  # None: the scheme's usual; 0: any
 
     def matches(self, scheme: str, host: str, port: int) -> bool:
-        named = host.endswith("." + self.host) if self.below else host == self.host
+        # `*.0.0.1` is no family of addresses: the numbers of an address end in nothing that they have in common.
+        named = host.endswith("." + self.host) and literal(host) is None if self.below else host == self.host
         return named and (self.port == 0 or port == (self.port or USUAL_PORT[scheme]))
 
 

@@ -74,6 +74,8 @@ class _Exchange:
 
     def _body(self, inputs: dict[str, Any]) -> bytes | None:
         body = inputs.get("body")
+        if not isinstance(body, str | bytes | None):
+            raise BadRequest(f"is a {type(body).__name__}; give text or bytes", f"{self._step}.inputs.body")
         if "json" in inputs:
             if body is not None:
                 raise BadRequest("give either json or body", f"{self._step}.inputs")
@@ -100,6 +102,8 @@ class _Exchange:
             raise BadRequest(f"is no URL: {error}", where) from None
         if url.scheme not in USUAL_PORT or not url.host:
             raise BadRequest("must be an http or https URL with a host", where)
+        if url.port is not None and not 0 < url.port < 65_536:
+            raise BadRequest(f"has the port {url.port}; ports are 1 to 65535", where)
         if url.userinfo:
             raise BadRequest("carries a user name or password; send them in a header", where)
         return url.copy_with(fragment=None)

@@ -45,7 +45,7 @@ OP = OpSpec(
             dict[str, str | int | float | bool] | None, required=False, doc="added to the query string of the URL"
         ),
         "json": Port(required=False, doc="sent as a JSON body"),
-        "body": Port(str | bytes | None, required=False, doc="sent as it is, text as UTF-8; not together with json"),
+        "body": Port(required=False, doc="text (sent as UTF-8) or bytes, sent as they are; not together with json"),
     },
     idempotent=lambda params: params.method in ("GET", "HEAD", "OPTIONS"),
 )
