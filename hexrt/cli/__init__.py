@@ -1,0 +1,1 @@
+"""The command line `hexrt`, and the loading of the configuration."""
