@@ -337,9 +337,9 @@ def test_no_socket_outside_can_be_reached(program: Run, state_dir: Path) -> None
     code = """
 import socket, sys
 port, abstract, path = int(sys.argv[1]), "\\0" + sys.argv[2], sys.argv[3]
-for family, address in ((2, ("127.0.0.1", port)), (2, ("192.0.2.1", 80)), (1, abstract), (1, path)):
+for family, kind, address in ((2, 1, ("127.0.0.1", port)), (2, 2, ("192.0.2.1", 9)), (1, 1, abstract), (1, 1, path)):
     try:
-        socket.socket(family).connect(address)
+        socket.socket(family, kind).connect(address)
         print("reached", address)
     except OSError:
         pass
@@ -532,19 +532,81 @@ print(run(context, Params(check=False, timeout_s=60), {"code": many})["stopped"]
 """
 
 
-def test_as_a_plain_user_a_user_namespace_takes_the_place_of_root() -> None:
+def as_root_only() -> None:
     if os.getuid() != 0:
-        pytest.skip("the tests run as a plain user already")
+        pytest.skip("needs root, to change what the worker may do")
+
+
+def plain_user() -> tuple[list[str], dict[str, str]]:
+    """A command that runs Python code as a user with no rights, and its environment."""
+    as_root_only()
     python = f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
-    packages = Path(msgspec.__file__).parents[1]
-    command = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", python, "-B", "-c"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{packages}"}
-    if (
-        not Path(python).exists()
-        or subprocess.run([*command, "import msgspec, hexrt"], env=environment, check=False).returncode
-    ):
+    command = [
+        "setpriv",
+        "--reuid",
+        "12345",
+        "--regid",
+        "12345",
+        "--clear-groups",
+        "--no-new-privs",
+        python,
+        "-B",
+        "-c",
+    ]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{Path(msgspec.__file__).parents[1]}"}
+    tried = [*command, "import msgspec, hexrt"]
+    if not Path(python).exists() or subprocess.run(tried, env=environment, capture_output=True, check=False).returncode:
         pytest.skip(f"a plain user cannot run {python} with this checkout")
+    return command, environment
+
+
+def test_as_a_plain_user_a_user_namespace_takes_the_place_of_root() -> None:
+    command, environment = plain_user()
     result = subprocess.run(
         [*command, PLAIN], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert (result.stdout, result.stderr) == ("65534\n7\nfiles\n", "")
+
+
+MASK = """
+set -e
+mount --make-rprivate /
+mount -o bind /proc/sys /proc/sys
+mount -o remount,bind,ro /proc/sys
+mount -o bind /dev/null /proc/kallsyms
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("user", ["root", "plain"])
+def test_a_masked_proc_does_not_stand_in_the_way(user: str) -> None:
+    command, environment = plain_user()
+    if user == "root":
+        command, environment = [sys.executable, "-c"], {"PATH": "/usr/bin:/bin"}
+    masked = ["unshare", "--mount", "bash", "-c", MASK, "mask", *command, PLAIN]
+    result = subprocess.run(masked, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (result.stdout.split()[1:], result.stderr) == (["7", "files"], "")
+
+
+def test_where_the_kernel_refuses_namespaces_nothing_is_run() -> None:
+    as_root_only()
+    command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", PLAIN]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.stdout == ""
+    assert "Unavailable: the sandbox cannot be set up" in result.stderr
+    assert "allow unprivileged user namespaces" in result.stderr
+
+
+def test_a_program_yields_to_others_and_keeps_no_file_of_the_worker(program: Run) -> None:
+    code = """
+import os
+print(os.nice(0))
+for fd in range(3, 1024):
+    try:
+        print(fd, os.fstat(fd))
+    except OSError:
+        pass
+"""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        os.set_inheritable(held.fileno(), True)
+        assert int(program(code)["stdout"]) >= 10

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 CLONE_NEWUSER = 0x10000000
+PR_GET_NO_NEW_PRIVS, PR_GET_SECCOMP = 39, 21
 
 
 def seen(expected: dict[str, Any]) -> Iterator[str]:
@@ -75,6 +76,8 @@ def done(expected: dict[str, Any]) -> Iterator[str]:
     ):
         if getattr(library, name)(*arguments) == 0:
             yield f"{name} is allowed"
+    if library.prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) != 1 or library.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) != 2:
+        yield "it can gain rights, or has no system-call filter"
     for name, value in expected["limits"].items():
         if resource.getrlimit(getattr(resource, name))[1] > value:
             yield f"{name} is {resource.getrlimit(getattr(resource, name))}, not {value}"

@@ -132,6 +132,9 @@ class Watch:
             return
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             self.init_fd = os.pidfd_open(self.init)
+        for pid in _tree(self.init):  # out of memory, the kernel is to choose these first
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
     def follow(self) -> None:
         """Reads the streams until all are closed or bwrap has exited, and stops the program at its limits."""
