@@ -42,6 +42,10 @@ class Outputs(Mapping[str, Any]):
             self._decoded[name] = values.decode(self._raw[name])
         return self._decoded[name]
 
+    def only(self, name: str) -> Outputs:
+        """This output alone. Raises KeyError."""
+        return Outputs({name: self._raw[name]})
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._raw)
 

@@ -1,0 +1,55 @@
+"""Commands about the daemon itself: devices, statistics, shutdown."""
+
+from __future__ import annotations
+
+import click
+
+from hexrt.cli.options import Shared, shared_options
+from hexrt.cli.output import print_json, print_table
+
+
+@click.command()
+@shared_options
+def devices(shared: Shared) -> int:
+    """List the devices: what each is, what it does, and why one is missing."""
+    with shared.connect() as client:
+        found = client.devices()
+    if shared.json:
+        print_json(found)
+        return 0
+    print_table(
+        ("device", "state", "running", "queued", "done", "about"),
+        [
+            (d.name, d.state, str(d.running), str(d.queued), str(d.done),
+             d.why or ", ".join(f"{key} {value}" for key, value in d.facts.items()))
+            for d in found
+        ],
+    )  # fmt: skip
+    return 0
+
+
+@click.command()
+@shared_options
+def statistics(shared: Shared) -> int:
+    """Print the daemon's counters."""
+    with shared.connect() as client:
+        values = client.statistics()
+    if shared.json:
+        print_json(values)
+    else:
+        print_table(("counter", "value"), [(name, f"{value:g}") for name, value in sorted(values.items())])
+    return 0
+
+
+@click.command()
+@click.option("--now", is_flag=True, help="Do not let running steps end first.")
+@shared_options
+def shutdown(shared: Shared, now: bool) -> int:
+    """Stop the daemon. Only root and the daemon's own user may."""
+    with shared.connect() as client:
+        client.shutdown(drain=not now)
+    if shared.json:
+        print_json({"draining": not now})
+    else:
+        print("hexrtd is stopping" if now else "hexrtd is stopping, once running steps have ended")
+    return 0
