@@ -393,6 +393,15 @@ async def test_inputs_that_contradict_each_other_are_refused(server: Server, loc
         await get(local, server.url(), {"query": {"a": [1]}})
 
 
+async def test_a_step_may_not_ask_for_more_than_the_config_lets_it(
+    server: Server, tmp_path: Path, local: Machine
+) -> None:
+    with pytest.raises(BadRequest, match=r"s.params.max_body_bytes: is more than the 33554432 that the config's"):
+        await get(local, server.url(), max_body_bytes=(32 << 20) + 1)
+    wider = Machine(tmp_path, {"tool.http": {"allow": [f"127.0.0.1:{server.port}"], "max_body_mib": 300}}, "io:0")
+    assert (await get(wider, server.url("/"), max_body_bytes=300 << 20))["text"] == "hello"
+
+
 async def test_a_host_that_is_unknown_or_does_not_listen_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskFailed, match=r"the name nowhere.invalid is unknown here"):
         await get(machine(tmp_path, "nowhere.invalid"), "http://nowhere.invalid/")

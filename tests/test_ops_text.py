@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hexrt.errors import BadRequest, TaskFailed, Unavailable
+from hexrt.ops.registry import load_ops
 from tests.bodies import Machine, launch
 
 
@@ -275,3 +276,8 @@ def test_arguments_that_do_not_fit_and_results_that_cannot_be_sent_are_named(off
         offered.run("map.python", {"function": PREFIX + "leaves"}, {"value": 1})
     with pytest.raises(KeyError, match="boom"):
         offered.run("map.python", {"function": PREFIX + "fails"}, {"value": "boom"})
+
+
+def test_a_function_is_not_run_twice_unless_the_step_says_that_it_may(machine: Machine) -> None:
+    spec = load_ops()[0]["map.python"]
+    assert spec.is_idempotent(msgspec.convert({"function": "a:b"}, spec.params)) is False

@@ -11,6 +11,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
@@ -27,6 +28,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     allow: tuple[str, ...] = ()
     allow_private: tuple[str, ...] = ()  # names that may also lie at private, loopback and link-local addresses
+    max_body_mib: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32  # the most that a step may ask for
 
 
 @dataclass(frozen=True, slots=True)

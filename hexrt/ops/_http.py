@@ -55,7 +55,13 @@ class _Exchange:
     def __init__(self, context: StepContext, params: Params, inputs: dict[str, Any]) -> None:
         self._step = context.step
         self._params = params
-        self._gate = Gate(read_settings(context, "tool.http", Settings), f"{context.step}.params.url")
+        settings = read_settings(context, "tool.http", Settings)
+        if params.max_body_bytes > settings.max_body_mib << 20:
+            raise BadRequest(
+                f'is more than the {settings.max_body_mib << 20} that the config\'s [ops."tool.http"] max_body_mib allows',
+                f"{context.step}.params.max_body_bytes",
+            )
+        self._gate = Gate(settings, f"{context.step}.params.url")
         self._method: str = params.method
         self._headers = self._checked_headers(params.headers)
         self._content = self._body(inputs)

@@ -35,4 +35,5 @@ OP = OpSpec(
         "value": Port(required=False, doc="the first argument; left out where the function takes none"),
         "arguments": Port(dict[str, Any] | None, required=False, doc="arguments by name"),
     },
+    idempotent=False,  # nobody knows what the function does; a step that knows better says so
 )
