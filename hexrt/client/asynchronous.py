@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,26 +53,38 @@ class AsyncClient:
         self.path = Path(socket_path) if socket_path else client_socket(os.environ)
         self._timeout_s = timeout_s
         self._wire = calls.Wire()
-        self._exchanges: dict[int | None, _Exchange] = {}
+        self._exchanges: dict[int, _Exchange] = {}
         self._reading: asyncio.Task[None] | None = None
         self._gone: HexrtError | None = None
 
     async def __aenter__(self) -> Self:
         """Raises Disconnected, saying what to do."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
         try:
             async with asyncio.timeout(self._timeout_s):
-                self._reader, self._writer = await asyncio.open_unix_connection(self.path)
-                self._exchanges[None] = handshake = _Exchange()
-                self._reading = asyncio.create_task(self._read())
-                self._writer.write(self._wire.hello())
-                self._wire.welcome(await handshake.next())
+                await self._shake_hands(sock)
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=sock)
         except OSError as error:
-            await self.close()
+            sock.close()
             calls.unreachable(self.path, error)
         except BaseException:
-            await self.close()
+            sock.close()
             raise
+        self._reading = asyncio.create_task(self._read())
         return self
+
+    async def _shake_hands(self, sock: socket.socket) -> None:
+        """On the bare socket: a daemon that turns a client away has closed it, and a stream would not give its reason."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, os.fspath(self.path))
+        with suppress(BrokenPipeError, ConnectionResetError):
+            await loop.sock_sendall(sock, self._wire.hello())
+        while data := await loop.sock_recv(sock, calls.READ_BYTES):
+            for _, message in self._wire.answers(data):
+                self._wire.welcome(message)
+                return
+        raise calls.broken()
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -93,7 +106,7 @@ class AsyncClient:
                 for owner, message in self._wire.answers(data):
                     if owner is None and isinstance(message, m.Refused):
                         raise from_record(message.error)
-                    if owner in self._exchanges:
+                    if owner is not None and owner in self._exchanges:
                         self._exchanges[owner].inbox.put_nowait(message)
             gone = calls.broken()
         except OSError as error:

@@ -157,13 +157,14 @@ def inherited(environ: Mapping[str, str]) -> Listener | None:
 
 
 def from_fd(fd: int) -> Listener:
-    """A listener on a descriptor that this process was given; it is owned from now on."""
+    """A listener on a descriptor that this process was given; owned from now on where it is a socket."""
     try:
         sock = socket.socket(fileno=fd)
-        listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise BadRequest(f"descriptor {fd} is no socket: {error.strerror}", "LISTEN_FDS") from error
+    listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM or not listening:
+        sock.close()
         raise BadRequest(f"descriptor {fd} is not a listening Unix stream socket", "LISTEN_FDS")
     sock.set_inheritable(False)
     return Listener(sock)
