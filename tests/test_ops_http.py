@@ -220,6 +220,14 @@ async def test_method_headers_query_and_json_are_sent(server: Server, local: Mac
     assert posted["json"]["body"] == "\x01\x02"
 
 
+async def test_the_log_of_the_daemon_says_nothing_of_what_users_fetch(
+    server: Server, local: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    await get(local, server.url("/echo?token=secret"), headers={"Authorization": "secret"})
+    assert "secret" not in caplog.text
+
+
 async def test_a_head_request_has_no_body(server: Server, local: Machine) -> None:
     assert (await get(local, server.url("/gzip"), method="HEAD"))["text"] == ""
 

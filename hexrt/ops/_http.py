@@ -7,6 +7,7 @@ an answer of the name server that changes in between changes nothing. Bytes are 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import ssl
 import zlib
@@ -48,6 +49,8 @@ async def fetch(context: StepContext, params: Params, inputs: dict[str, Any]) ->
 
 @lru_cache(maxsize=1)
 def _tls() -> ssl.SSLContext:
+    for library in ("httpx", "httpcore"):  # URLs and headers of users have no place in the daemon's log
+        logging.getLogger(library).setLevel(logging.WARNING)
     return httpx.create_ssl_context(trust_env=False)
 
 
