@@ -22,7 +22,7 @@ from hexrt.protocol import messages as m
 from hexrt.protocol.framing import FrameSplitter, frame
 from hexrt.workflow.model import Workflow
 
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 30
 HANDSHAKE_S = 10.0
 T = TypeVar("T")
