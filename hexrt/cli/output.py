@@ -87,19 +87,24 @@ def print_outcome(outcome: Outcome) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Fitted to a terminal's width; elsewhere every cell whole, on a line a row."""
+    lines = [tuple(one_line(cell) for cell in row) for row in rows]
+    if not sys.stdout.isatty():
+        lines.insert(0, tuple(columns))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    if not console.is_terminal:  # a pipe has no width: nothing is to be cut or folded
-        console.width = max(console.measure(table).maximum, 80) if table.rows else 80
-    console.print(table)
+    for line in lines:
+        table.add_row(*map(Text, line))
+    Console().print(table)
 
 
 def seconds(value: float) -> str:
