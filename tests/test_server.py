@@ -254,3 +254,18 @@ async def test_limits_can_be_changed_while_clients_are_connected(tmp_path: Path)
         assert (await client.ask(m.Statistics(3))).error.kind == "overloaded"
         async with connected(here.path, hello=False) as second:
             assert (await second.next()).error.kind == "overloaded"
+
+
+@on_uvloop
+async def test_a_large_answer_under_way_when_the_server_closes_still_reaches_who_reads(tmp_path: Path) -> None:
+    big = "x" * 900_000
+    async with serving(tmp_path / "s") as here, connected(here.path) as client, connected(here.path) as idle:
+        accepted = await client.ask(submit(1, step(inputs={"value": big})))
+        await client.send(m.Result(2, accepted.run))
+        await idle.ask(m.Statistics(1))
+        assert here.server.unsent_bytes > 100_000
+        closing = asyncio.create_task(here.server.close())
+        result = await client.next()
+        assert isinstance(result, m.RunResult) and len(bytes(result.outputs["a"])) > 900_000
+        assert await client.next() is None and await idle.next() is None
+        await closing

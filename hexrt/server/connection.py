@@ -100,8 +100,8 @@ class Connection:
             self._on_bad_frame(broken)
 
     def answer(self, message: FromDaemon, then: Callable[[], object] | None = None) -> None:
-        """Sends a message that some request waits for; `then` is called once it is encoded, perhaps later. Does nothing when closed."""
-        if self.closed:
+        """Sends a message that some request waits for; `then` is called once it is encoded, perhaps later. Does nothing once it ends."""
+        if self.closed or self.ending:
             return
         if self._held or not self._can_take():
             if not self.closed:
@@ -114,7 +114,7 @@ class Connection:
 
     def push(self, message: FromDaemon) -> None:
         """Sends a message that nobody asked for just now. Never raises; a client that does not read is closed, a little later."""
-        if self.closed:
+        if self.closed or self.ending:
             return
         if self._can_take():
             self._append(message)

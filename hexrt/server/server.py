@@ -30,6 +30,7 @@ ACCEPTED_A_TURN = 64
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 EXHAUSTED_PAUSE_S = 0.5
 SWEEPS_A_LIMIT = 2
+SEND_REST_S = 2.0  # how long, at the end, for what clients have not read yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Server:
         self._listener: Listener | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._accept_timer: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Future[None] | None = None
 
     @property
     def clients(self) -> int:
@@ -145,9 +147,11 @@ class Server:
 
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session, None)
+        if not self._sessions and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
 
     async def close(self) -> None:
-        """Takes no more clients, refuses what is open, sends what the sockets take, and waits for its tasks. May be called again."""
+        """Takes no more clients, refuses what is open, ends its tasks, and gives clients a moment to read the rest. May be called again."""
         if self._listener is not None:
             self._loop.remove_reader(self._listener.sock.fileno())
             self._listener.close()
@@ -157,12 +161,16 @@ class Server:
                 timer.cancel()
         for session in list(self._sessions):
             session.end()
-            session.connection.close("the daemon stops")
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if self._sessions:
+            self._emptied = self._loop.create_future()
+            await asyncio.wait([self._emptied], timeout=SEND_REST_S)
+        for session in list(self._sessions):
+            session.connection.close("the daemon stops")
 
 
 def _turn_away(sock: socket.socket, error: Overloaded) -> None:
