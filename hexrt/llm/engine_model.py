@@ -134,7 +134,10 @@ def load_weights(name: str, folder: Path, dtype: str) -> Any:
     """The model, with our attention. Raises Unavailable where weights are missing or do not fit; nothing is fetched and no code is run."""
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     AttentionInterface.register(NAME, paged_attention)
     auto: Any = AutoModelForCausalLM  # its return type knows nothing of `output_loading_info`
     try:

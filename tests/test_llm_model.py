@@ -1,0 +1,188 @@
+"""The load probe: tiny seeded models of each family are served token for token, or refused by name; broken folders are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from hexrt.errors import OutOfMemory, Unavailable  # noqa: E402
+from hexrt.llm.engine import ModelEngine  # noqa: E402
+from hexrt.llm.engine_attention import Row  # noqa: E402
+from hexrt.llm.engine_model import PagedModel, Work  # noqa: E402
+from hexrt.protocol.host import BindPages, Chunk, ChunkSequence, Sampling  # noqa: E402
+
+ARENA = 4 << 20
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+def make(folder: Path, family: str, **more: Any) -> Path:
+    """A model of `family` with seeded random weights."""
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for parameter in model.parameters():  # the usual start is so even that all tokens tie
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def greedy(model: PagedModel, prompt: list[int], count: int) -> list[int]:
+    ids, frames = list(prompt), list(range(4, -1, -1))
+    logits = model.forward([Work(ids, Row(frames, 0, len(ids)), True)])
+    for _ in range(count - 1):
+        ids.append(int(logits[-1].argmax()))
+        logits = model.forward([Work(ids[-1:], Row(frames, len(ids) - 1, 1), True)])
+    return [*ids[len(prompt) :], int(logits[-1].argmax())]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("Llama", {}),
+        ("Qwen2", {}),
+        ("Qwen3", {}),
+        ("Gemma", {}),
+        ("Mistral", {"sliding_window": None}),
+        ("Mistral", {"sliding_window": 128}),
+    ],
+)
+def test_a_family_is_served_with_the_tokens_of_its_own_generate(
+    tmp_path: Path, family: str, more: dict[str, Any]
+) -> None:
+    folder = make(tmp_path / "tiny", family, **more)
+    model = PagedModel("tiny", folder, "float32", ARENA, 16)
+    reference = getattr(transformers, f"{family}ForCausalLM").from_pretrained(folder).eval()
+    prompt = [1, *range(5, 41)]
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, min_new_tokens=20, do_sample=False
+    )
+    expected = out[0][len(prompt) :].tolist()
+    found = greedy(model, prompt, 20)
+    assert found == expected
+    assert len(set(found)) > 2, "a model that always says the same proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [
+        ("Mistral", {"sliding_window": 32}, "'tiny' cannot be served: it attends to a sliding window of 32 tokens"),
+        ("Gemma2", {"sliding_window": 256}, "'tiny' cannot be served: it caps its attention scores"),
+        ("Gemma2", {"sliding_window": 32}, "'tiny' cannot be served: it attends to a sliding window"),
+        ("Bloom", {}, "'tiny' cannot be served|no usable"),
+    ],
+)
+def test_attention_that_pages_do_not_do_is_refused_by_name(
+    tmp_path: Path, family: str, more: dict[str, Any], words: str
+) -> None:
+    folder = make(tmp_path / "tiny", family, **more)
+    with pytest.raises(Unavailable, match=words):
+        PagedModel("tiny", folder, "float32", ARENA, 16)
+
+
+def test_a_model_in_bfloat16_is_probed_by_its_distribution(tmp_path: Path) -> None:
+    model = PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "bfloat16", ARENA, 16)
+    assert model.arena.dtype == torch.bfloat16
+    assert model.page_bytes == 3 * 2 * 16 * 2 * 16 * 2
+    assert model.frames == ARENA // model.page_bytes
+
+
+def test_an_arena_that_holds_no_page_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="hold no page of 'tiny'"):
+        PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "float32", 100, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", None, "cannot be loaded"),
+        ("model.safetensors", b"", "cannot be loaded"),
+        ("model.safetensors", b"\xff" * 64, "cannot be loaded"),
+        ("config.json", None, "is missing or has no config.json"),
+        ("config.json", b"{", "config.json of the model 'tiny' cannot be read"),
+    ],
+)
+def test_a_broken_folder_is_named_without_its_path(
+    tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
+    folder = make(tmp_path / "tiny", "Llama")
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(Unavailable, match=words) as caught:
+        PagedModel("tiny", folder, "float32", ARENA, 16)
+    assert "'tiny'" in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make(tmp_path / "tiny", "Llama")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Unavailable, match=r"1 weights are missing.*'model.layers.1.mlp.up_proj.weight'"):
+        PagedModel("tiny", folder, "float32", ARENA, 16)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "tiny", "Llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(Unavailable, match="'tiny' cannot be loaded"):
+        PagedModel("tiny", folder, "float32", ARENA, 16)
+
+
+class Poisoned(PagedModel):
+    """Raises where token 13 is among the tokens, and gives no finite logits after token 14."""
+
+    def forward(self, work: Sequence[Work]) -> Any:
+        if any(13 in item.ids for item in work):
+            raise RuntimeError("thirteen")
+        logits = super().forward(work).clone()
+        drawing = [item for item in work if item.draws]
+        for row, item in enumerate(drawing):
+            if 14 in item.ids:
+                logits[row] = torch.nan
+        return logits
+
+
+def test_what_one_sequence_makes_the_model_raise_ends_that_one_alone(tmp_path: Path) -> None:
+    engine = ModelEngine(Poisoned("tiny", make(tmp_path / "tiny", "Llama"), "float32", ARENA, 16), str)
+    prompts = {1: (5, 6, 7), 2: (5, 13, 7), 3: (5, 14, 7), 4: (8,), 5: (13,)}
+    for number in prompts:
+        engine.bind(BindPages("tiny", number, 0, (number,), 1))
+    sampling = Sampling(0.0, 0, 1.0, 0, (), 3, True)
+    rows = tuple(ChunkSequence(number, 0, ids, True, sampling) for number, ids in prompts.items())
+    report = engine.run(Chunk(1, "tiny", 3, rows))
+    finishes = {token.sequence: token.finish for token in report.tokens}
+    assert finishes == {
+        1: "length", 2: "error: RuntimeError: thirteen", 3: "error: the model's logits are not finite", 4: "length",
+        5: "error: RuntimeError: thirteen",
+    }  # fmt: skip
+    alone = ModelEngine(engine.model, str)
+    alone.bind(BindPages("tiny", 1, 0, (9,), 1))
+    assert alone.run(Chunk(2, "tiny", 3, rows[:1])).tokens[0] == report.tokens[0]
+
+
+def test_a_masked_sequence_takes_no_part_in_the_passes_that_follow(tmp_path: Path) -> None:
+    engine = ModelEngine(PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "float32", ARENA, 16), str)
+    engine.bind(BindPages("tiny", 1, 0, (0,), 1))
+    engine.mask(1)
+    sampling = Sampling(0.0, 0, 1.0, 0, (), 3, True)
+    token = engine.run(Chunk(1, "tiny", 3, (ChunkSequence(1, 0, (5,), True, sampling),))).tokens[0]
+    assert (token.ids, token.finish) == ((), "")
