@@ -136,8 +136,9 @@ def load_weights(name: str, folder: Path, dtype: str) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    quiet: Any = logging  # untyped
+    quiet.disable_progress_bar()
+    quiet.set_verbosity_error()
     AttentionInterface.register(NAME, paged_attention)
     auto: Any = AutoModelForCausalLM  # its return type knows nothing of `output_loading_info`
     try:
