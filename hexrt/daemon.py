@@ -206,12 +206,16 @@ class Daemon:
 
 
 def notify(state: str) -> None:
-    """Tells the service manager, where there is one (sd_notify)."""
+    """Tells the service manager, where there is one (sd_notify); one that has gone away is no reason to stop."""
     address = os.environ.get("NOTIFY_SOCKET")
-    if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
             sock.connect("\0" + address[1:] if address[0] == "@" else address)
             sock.send(state.encode())
+        except OSError as error:
+            log.warning("the service manager was not told %s: %s", state, error.strerror)
 
 
 async def _main(config: Config, reload: Callable[[], Config]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ def workflow(text: str, **steps: dict[str, Any]) -> Workflow:
         names = [name.strip() for name in chain.split("->")]
         for name in names:
             after.setdefault(name, [])
-        for before, behind in zip(names, names[1:], strict=False):
+        for before, behind in pairwise(names):
             after[behind].append(before)
     return Workflow(
         tuple(

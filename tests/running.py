@@ -78,7 +78,7 @@ class Running:
         return self.process.wait(30)
 
     def __enter__(self) -> Running:
-        return self.start()
+        return self if self.process is not None and self.process.poll() is None else self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip
         if self.process is not None and self.process.poll() is None:

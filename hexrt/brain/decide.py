@@ -15,14 +15,14 @@ import msgspec
 from hexrt.brain.engines import Engines
 from hexrt.brain.view import Device
 from hexrt.core import DeviceKind, TaskState
-from hexrt.errors import ErrorRecord, HexrtError
+from hexrt.errors import BadRequest, ErrorRecord, HexrtError, Unavailable
 from hexrt.events import Event, Failed, Started
 from hexrt.runtime.entities import Run, Task
 from hexrt.runtime.state import RunTable
 from hexrt.scheduling.cost import CostModel
 from hexrt.scheduling.rank import upward_ranks
 from hexrt.values import NIL, pick
-from hexrt.workflow.graph import ITEM, InputRef, Node
+from hexrt.workflow.graph import ITEM, InputRef, Node, TaskGraph
 
 READY, WAITING = TaskState.READY, TaskState.WAITING
 LAUNCH = 1  # the tag of protocol.host.Launch, sent as a plain tuple for speed
@@ -32,6 +32,14 @@ PICK_BYTES = 4096
 """Outputs larger than this are cut to the referenced part before they are sent."""
 
 Class = tuple[tuple[DeviceKind, ...], str | None]
+
+
+def class_of(node: Node, part: int) -> Class:
+    """Which devices may run a part: of its kinds, and the one that the step insists on if that is of these kinds."""
+    kinds = node.op.parts[part].kinds
+    if node.device is None or node.device.partition(":")[0] not in kinds:
+        return kinds, None
+    return kinds, node.device
 
 
 @dataclass(slots=True)
@@ -58,6 +66,27 @@ class Brain:
     def add_device(self, device: Device) -> None:
         self.devices[device.name] = device
         self._by_class.clear()
+
+    def check_runnable(self, graph: TaskGraph) -> None:
+        """Raises BadRequest or Unavailable, naming the step, where some part of it has no device that could ever run it."""
+        seen: set[tuple[str, str | None]] = set()
+        for node in graph.nodes:
+            if (node.op.name, node.device) not in seen:
+                seen.add((node.op.name, node.device))
+                for part in range(len(node.op.parts)):
+                    self._check_part(node, class_of(node, part))
+
+    def _check_part(self, node: Node, queue_class: Class) -> None:
+        devices, kinds = self._devices(queue_class), queue_class[0]
+        if not devices:
+            there = ", ".join(d.name for d in self.devices.values() if d.kind in kinds) or "none"
+            wanted = node.device or " or ".join(kinds)
+            raise BadRequest(
+                f"needs a device {wanted}; of its kinds there is here: {there}", f"steps.{node.id}.needs.device"
+            )
+        if all(d.lost for d in devices):
+            why = "; ".join(f"{d.name}: {d.lost}" for d in devices)
+            raise Unavailable(f"its device cannot be had ({why}); see `hexrt devices`", f"steps.{node.id}")
 
     @property
     def queued(self) -> int:
@@ -93,8 +122,8 @@ class Brain:
             if known is None:
                 known = memo[node.op.name] = float(
                     sum(
-                        self.cost.best_ns(node.op.name, i, tuple({d.cost_name for d in self._devices((p.kinds, node.device))}), 0)
-                        for i, p in enumerate(node.op.parts)
+                        self.cost.best_ns(node.op.name, i, tuple({d.cost_name for d in self._devices(class_of(node, i))}), 0)
+                        for i in range(len(node.op.parts))
                     )
                 )  # fmt: skip
             return known
@@ -107,7 +136,7 @@ class Brain:
             return
         step = task.step
         node = step.node
-        queue_class = (node.op.parts[task.op_part].kinds, node.device)
+        queue_class = class_of(node, task.op_part)
         queue = self._queues.get(queue_class)
         if queue is None:
             queue = self._queues[queue_class] = []

@@ -21,11 +21,18 @@ MAX_MESSAGE = 2_000
 
 
 def describe(error: BaseException) -> ErrorRecord:
-    """The record of an exception that a body raised."""
+    """The record of an exception that a body raised, whatever its text does."""
     if isinstance(error, HexrtError):
-        record = error.record()
-        return msgspec.structs.replace(record, message=record.message[:MAX_MESSAGE])
-    return ErrorRecord("task_failed", f"{type(error).__name__}: {error}"[:MAX_MESSAGE])
+        return ErrorRecord(error.kind, _sendable(error.message), _sendable(error.where), error.retryable)
+    try:
+        text = str(error)
+    except Exception as failure:  # border of a task: the exception is the body's own code
+        text = f"(its text cannot be had: {type(failure).__name__})"
+    return ErrorRecord("task_failed", _sendable(f"{type(error).__name__}: {text}"))
+
+
+def _sendable(text: str) -> str:
+    return text[:MAX_MESSAGE].encode("utf-8", "replace").decode()
 
 
 def put(inputs: dict[str, Any], to: Sequence[str | int], value: Any) -> None:

@@ -23,7 +23,7 @@ import msgspec
 import uvloop
 
 from hexrt.devices.channel import Channel
-from hexrt.errors import InvariantViolation
+from hexrt.errors import HexrtError, InvariantViolation
 from hexrt.protocol.host import VERSION, FromHost, Hello, Ready, ToHost
 
 PROGRAMS = {
@@ -98,7 +98,11 @@ class Host:
         module, _, name = PROGRAMS[self._program_name].partition(":")
         make = getattr(importlib.import_module(module), name)
         self._program = make(self._loop, hello, self.report, self.flush, self._channel.read_nowait, self._cell)
-        facts = self._program.start()
+        try:
+            facts = self._program.start()
+        except HexrtError as error:
+            print(error, file=sys.stderr, flush=True)  # the daemon shows it as the reason why the device is not there
+            os._exit(70)
         gc.collect()
         gc.freeze()
         self.report(Ready(VERSION, os.getpid(), facts))

@@ -88,3 +88,11 @@ def record_of(task: Task, state: str = "") -> AttemptRecord:
         task.placed_ns, task.start_ns, task.end_ns, state or task.state.name.lower(), task.predicted_ns,
         len(task.answered) if task.answered else 0,
     )  # fmt: skip
+
+
+def story(task: Task) -> str:
+    """What is known of a task, for a bug report."""
+    return (
+        f"run {task.run.id.hex()} step {task.step.node.id} part {task.part}: {task.state.name}, attempt "
+        f"{task.attempt}, device {task.device or '-'}, command {task.command}, step {task.step.state.name}"
+    )

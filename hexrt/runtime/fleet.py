@@ -23,7 +23,7 @@ from hexrt.errors import ErrorRecord
 from hexrt.events import DeviceDown, DeviceUp, Event, Failed, Finished, Started
 from hexrt.protocol.host import Cancel, FromHost, Hello, HostFailed, HostFinished, HostStarted, Ready
 from hexrt.runtime.entities import Task
-from hexrt.runtime.state import DROPPED
+from hexrt.runtime.retries import DROPPED
 
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""

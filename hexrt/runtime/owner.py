@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hexrt.brain.decide import Brain, Commands
 from hexrt.clock import Clock
 from hexrt.core import Durability
-from hexrt.events import DURABLE, Event, Recovered, Started
+from hexrt.events import DURABLE, Event, Recovered, Started, Submitted
 from hexrt.runtime.answers import ended_of
 from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.fleet import Fleet
@@ -148,7 +148,12 @@ class Owner:
             run is not None and (run.durability is Durability.SYNC or type(event) is Started)
             for event, run in zip(kept, of, strict=True)
         )
-        ticket = self._store.append(kept, urgent)
+        graphs = sum(
+            run.graph.bytes
+            for event, run in zip(kept, of, strict=True)
+            if type(event) is Submitted and run is not None and run.graph is not None
+        )
+        ticket = self._store.append(kept, urgent, graphs)
         for run in of:
             if run is not None:
                 run.ticket = ticket
@@ -178,5 +183,5 @@ class Owner:
     def _end(self, run: Run) -> None:
         self._brain.engines.run_ended(run.id)
         if run.durability is not Durability.NONE:
-            run.ticket = self._store.close_run(ended_of(run))
+            run.ticket = self._store.close_run(ended_of(run), run.durability is Durability.SYNC)
         self.after(self.gate_of(run), lambda: self._on_ended(run))

@@ -108,6 +108,7 @@ class Service:
         self._submitting += 1
         try:
             graph = await self._checked(workflow)
+            self._brain.check_runnable(graph)
         finally:
             self._submitting -= 1
         run = RunId(os.urandom(16))

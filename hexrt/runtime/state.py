@@ -25,7 +25,8 @@ from hexrt.events import (
     Started,
     Submitted,
 )  # fmt: skip
-from hexrt.runtime.entities import Change, Run, Step, Task, record_of
+from hexrt.runtime.entities import Change, Run, Step, Task, record_of, story
+from hexrt.runtime.retries import DROPPED, may_try_again
 from hexrt.values import NIL, elements, join, pick
 from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import Workflow
@@ -36,12 +37,6 @@ W, READY, PLACED, RUNNING, DONE = (
 FAILED, CANCELLED, SKIPPED, UNKNOWN = (
     TaskState.FAILED, TaskState.CANCELLED, TaskState.SKIPPED, TaskState.UNKNOWN,
 )  # fmt: skip
-MAX_BLAMELESS = 3
-"""How often a task is started again after its device or worker went away under it, before that is taken for its own fault."""
-DROPPED = "dropped"
-"""Kind of a failure that only says that a placed task was not begun; it does not count."""
-FINAL_KINDS = frozenset({"bad_request", "unavailable", "cancelled", "not_found"})
-"""Errors that another attempt cannot mend."""
 
 
 class RunTable:
@@ -78,7 +73,7 @@ class RunTable:
 
     def place(self, task: Task, device: str, command: int, now_ns: int, predicted_ns: int) -> None:
         """The brain's choice: a ready (or, ahead of time, waiting) task becomes placed, as a new attempt."""
-        assert task.state == READY or task.state == W, self.story(task)
+        assert task.state == READY or task.state == W, story(task)
         task.state = PLACED
         task.attempt += 1
         task.device = device
@@ -99,13 +94,6 @@ class RunTable:
             step.held.clear()
         run.steps.clear()
         run.graph = None
-
-    def story(self, task: Task) -> str:
-        """What is known of a task, for a bug report."""
-        return (
-            f"run {task.run.id.hex()} step {task.step.node.id} part {task.part}: {task.state.name}, attempt "
-            f"{task.attempt}, device {task.device or '-'}, command {task.command}, step {task.step.state.name}"
-        )
 
     # --- submission ---------------------------------------------------------------------------------------------
 
@@ -298,7 +286,7 @@ class RunTable:
             task.attempt -= 1
             self._wait_again(task, event.end_ns)
             return
-        if self._may_try_again(task, event):
+        if may_try_again(task, event):
             run.history.append(record_of(task, "failed"))
             if run.watched:
                 self.changes.append(Change(run, "retry", step, task, error.message))
@@ -315,16 +303,6 @@ class RunTable:
         task.start_ns = task.end_ns = 0
         if task.step.state == READY:  # else it had been placed ahead of its predecessor's end
             self._task_ready(task, now_ns)
-
-    def _may_try_again(self, task: Task, event: Failed) -> bool:
-        node = task.step.node
-        if not event.blame:
-            task.blameless += 1
-            return node.idempotent and task.blameless < MAX_BLAMELESS
-        task.failures += 1
-        if event.error.kind in FINAL_KINDS or task.failures > node.retries:
-            return False
-        return node.idempotent or event.error.kind not in ("worker_died", "device_lost", "timed_out")
 
     def _fail_step(self, run: Run, step: Step, error: ErrorRecord, now_ns: int, state: TaskState = FAILED) -> None:
         self._close_step(run, step, state, error)
