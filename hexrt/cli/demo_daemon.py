@@ -24,7 +24,6 @@ from hexrt.errors import Disconnected
 START_S = 30.0
 STOP_S = 20.0
 PR_SET_PDEATHSIG = 1
-LOG_LINES = 15
 
 
 def toml(tables: Mapping[str, Mapping[str, object]]) -> str:
@@ -41,10 +40,12 @@ def _die_with_parent() -> None:
 
 
 class DemoDaemon:
-    """`with DemoDaemon(tables) as daemon: daemon.socket`. Raises Disconnected, with the end of its log, where it does not start."""
+    """`with DemoDaemon(tables) as daemon: daemon.socket`. Raises Disconnected, with its last words, where it does not start."""
 
-    def __init__(self, tables: Mapping[str, Mapping[str, object]]) -> None:
+    def __init__(self, tables: Mapping[str, Mapping[str, object]], log: Path | None = None) -> None:
+        """`log` names a file that stays; without it the log goes with the directory."""
         self._tables = tables
+        self._kept_log = log
 
     def __enter__(self) -> DemoDaemon:
         self._directory = Path(tempfile.mkdtemp(prefix="hexrt-demo-"))
@@ -65,7 +66,7 @@ class DemoDaemon:
     def _start(self) -> None:
         config = self._directory / "hexrt.toml"
         config.write_text(toml(self._tables))
-        self._log = self._directory / "log"
+        self._log = self._kept_log or self._directory / "log"
         environ = {k: v for k, v in os.environ.items() if not k.startswith("HEXRT_")}
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, open(self._log, "wb") as log:
             notify = self._directory / "notify"
@@ -93,18 +94,22 @@ class DemoDaemon:
                     if b"READY=1" in ready.recv(4096):
                         return
                 elif readable:
-                    raise Disconnected(f"hexrtd ended at its start:\n{self.log_end()}")
+                    raise Disconnected(f"hexrtd ended at its start: {self.last_words()}")
                 else:
-                    raise Disconnected(f"hexrtd was not ready after {START_S:g} s:\n{self.log_end()}")
+                    raise Disconnected(f"hexrtd was not ready after {START_S:g} s: {self.last_words()}")
         except BaseException:
             self._stop()
             raise
         finally:
             os.close(ended)
 
-    def log_end(self) -> str:
-        """The last lines that the daemon wrote."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    def last_words(self) -> str:
+        """The last line that the daemon wrote."""
+        return next(reversed(self._log.read_text(errors="replace").splitlines()), "it wrote nothing")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _stop(self) -> None:
         """Asks the daemon to end and waits; what has not ended in time is killed with its process group."""

@@ -1,0 +1,167 @@
+"""`hexrt bench`: measures hexrt on this machine beside a limit and its peers, all in the same run.
+
+Each command prints one table, or with `--json` one object: {"bench", "machine", "rows": [{"name", "value", "unit", "limit", "ratio"}]}.
+`limit` is what the row is held against, measured in this run; `ratio` is value / limit. Owns the daemon that it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+import hexrt
+from hexrt.cli.bench_peers import layered_predecessors, measure_floor, measure_peers
+from hexrt.cli.demo_daemon import DemoDaemon
+from hexrt.client import Client
+from hexrt.core import Durability
+from hexrt.workflow.model import StepSpec, Workflow
+
+INDEPENDENT, CHAIN, ROUND_TRIPS, COMMITS = 10_000, 2_000, 300, 200
+PASSES = 5
+TABLES: dict[str, dict[str, object]] = {
+    "pool": {"workers": 2},
+    "cpu": {"enabled": False},
+    "npu": {"enabled": False},
+    "limits": {"kept_mib": 64},
+}
+READY_LIMIT_S, RSS_LIMIT_MIB = 0.2, 40.0
+
+Row = dict[str, Any]
+
+
+@click.group()
+def bench() -> None:
+    """Measure hexrt on this machine, beside a limit and its peers in the same run."""
+
+
+def row(name: str, value: float | None, unit: str, limit: float | None = None, note: str = "") -> Row:
+    made: Row = {"name": name, "value": value, "unit": unit, "limit": limit}
+    made["ratio"] = value / limit if value is not None and limit else None
+    return made | ({"note": note} if note else {})
+
+
+def machine() -> dict[str, object]:
+    """What the numbers depend on."""
+    model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.processor())  # fmt: skip
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "hexrt": hexrt.__version__,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
+
+
+def show(name: str, about: dict[str, object], rows: list[Row], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"bench": name, "machine": about, "rows": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"hexrt bench {name}: " + ", ".join(f"{k} {v}" for k, v in about.items()), title_justify="left")
+    for heading in ("name", "value", "unit", "limit", "ratio", "note"):
+        table.add_column(heading, justify="left" if heading in ("name", "unit", "note") else "right")
+    for each in rows:
+        table.add_row(each["name"], number(each["value"]), each["unit"], number(each["limit"]), number(each["ratio"]), each.get("note", ""))  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def shapes() -> dict[str, tuple[Workflow, int]]:
+    """The workflows and how many tasks each has. Their outputs are cut to one step, as the peers' are awaited and not fetched."""
+    last = {"last": {"$ref": "s0"}}
+    layered = layered_predecessors(0)
+    return {
+        "independent": (Workflow(tuple(StepSpec(f"s{i}", "noop") for i in range(INDEPENDENT)), outputs=last), INDEPENDENT),
+        "chain": (Workflow(tuple(StepSpec(f"s{i}", "noop", after=(f"s{i - 1}",) if i else ()) for i in range(CHAIN)), outputs=last), CHAIN),
+        "layered": (Workflow(tuple(StepSpec(f"s{i}", "noop", after=tuple(f"s{j}" for j in before)) for i, before in enumerate(layered)), outputs=last), len(layered)),
+    }  # fmt: skip
+
+
+def timed(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def measure_daemon(client: Client, durability: Durability, limits: dict[str, float]) -> Iterator[Row]:
+    """Medians over passes, each from the submission of a ready-made workflow to its result in the client."""
+    suffix = "" if durability is Durability.NONE else f" {durability}"
+    for name, (workflow, tasks) in shapes().items():
+        client.run(workflow, durability).check()
+        took = statistics.median(timed(lambda w=workflow: client.run(w, durability).check()) for _ in range(PASSES))  # type: ignore[misc]
+        yield row(f"hexrt {name}{suffix}", took / tasks * 1e6, "us/task", limits[name])
+    one = Workflow((StepSpec("a", "noop"),))
+    took = statistics.median(timed(lambda: client.run(one, durability).check()) for _ in range(ROUND_TRIPS))
+    yield row(f"hexrt round trip{suffix}", took * 1e6, "us", limits["round trip"])
+
+
+def measure_commit(directory: Path) -> float:
+    """Microseconds of one small durable commit, bare: SQLite, WAL, synchronous=FULL."""
+    import apsw
+
+    connection = apsw.Connection(str(directory / "commit.db"))
+    for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+        connection.pragma(*pragma.split("="))
+    connection.execute("CREATE TABLE t(blob)")
+    took = [timed(lambda: connection.execute("INSERT INTO t VALUES(?)", (b"x" * 300,))) for _ in range(COMMITS)]
+    connection.close()
+    return statistics.median(took) * 1e6
+
+
+@contextmanager
+def own_daemon() -> Iterator[tuple[DemoDaemon, float]]:
+    """A daemon for the measurement, and the seconds from its spawning to READY."""
+    start = time.perf_counter()
+    with DemoDaemon(TABLES) as daemon:
+        ready_s = time.perf_counter() - start
+        yield daemon, ready_s
+
+
+def rss_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--peers/--no-peers", default=True, help="Measure Ray and Dask too, where the extra [peers] is installed."
+)
+@click.option("--peer-python", type=click.Path(exists=True, dir_okay=False), default=None, help="A Python that has Ray or Dask.")  # fmt: skip
+def overhead(as_json: bool, peers: bool, peer_python: str | None) -> None:
+    """Microseconds that hexrt adds to a task that does nothing, on 2 workers."""
+    about = machine()
+    floor = measure_floor()
+    with tempfile.TemporaryDirectory(prefix="hexrt-bench-") as directory:
+        commit = measure_commit(Path(directory))
+    limits = {"independent": floor["independent"], "chain": floor["chain"], "layered": floor["independent"], "round trip": floor["round trip"]}  # fmt: skip
+    rows = [row(f"floor {name}", value, "us" if name == "round trip" else "us/task") for name, value in floor.items()]
+    rows.append(row("floor commit", commit, "us"))
+    with own_daemon() as (daemon, ready_s):
+        with Client(daemon.socket) as client:
+            idle_mib = rss_mib(daemon.pid)
+            for durability in (Durability.NONE, Durability.ASYNC, Durability.SYNC):
+                more = commit if durability is Durability.SYNC else 0.0
+                rows += measure_daemon(client, durability, limits | {"round trip": floor["round trip"] + more})
+    rows.append(row("hexrtd ready", ready_s, "s", READY_LIMIT_S))
+    rows.append(row("hexrtd idle", idle_mib, "MiB", RSS_LIMIT_MIB))
+    if peers:
+        rows += [row(r["name"], r["value"], r["unit"], note=r.get("note", "")) for r in measure_peers(peer_python or sys.executable)]  # fmt: skip
+    show("overhead", about, rows, as_json)
