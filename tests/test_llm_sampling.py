@@ -76,6 +76,12 @@ def test_frequencies_fit_the_probabilities() -> None:
         assert abs(drawn.count(token) / 4000 - probability) < 0.03
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([-50.0, 3.0, 60.0, 59.0])
+    assert {draw(logits, sampling(temperature, top_p=0.9), uniform(1, i)) for i in range(20)} == {2}
+
+
 def test_top_k_then_top_p_keep_the_fewest_likeliest() -> None:
     probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15], dtype=torch.float64)
     assert nucleus(probabilities, 0, 1.0) is None

@@ -102,9 +102,14 @@ class CpuProgram(HostProgram):
         self._threads = int(settings.get("threads") or len(os.sched_getaffinity(0)))
         self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"])
         self._models: dict[str, ModelEngine] = {}  # changed on the compute thread only
+        self._refused = 0  # messages without a number that failed; compute thread only
         self._compute = Stream("compute", self._carry_out, partial(torch.set_num_threads, self._threads), self._show)
         self._plain = Stream("bodies", self._launch, partial(torch.set_num_threads, 1), lambda command: None)
-        return {"threads": self._threads, "torch": str(torch.__version__), "isa": torch.backends.cpu.get_cpu_capability()}
+        return {
+            "threads": self._threads,
+            "torch": str(torch.__version__),
+            "isa": torch.backends.cpu.get_cpu_capability(),
+        }
 
     def stop(self) -> None:
         self._compute.stop()
@@ -161,10 +166,17 @@ class CpuProgram(HostProgram):
         try:
             report = self._do(message)
         except Exception as error:  # border of a command
-            command = getattr(message, "command", 0)
-            report = HostFailed(command, 0, start, monotonic_ns(), describe(error)) if command else None
+            report = self._failure(message, start, error)
         if report is not None:
             self._post(report)
+
+    def _failure(self, message: ToHost, start: int, error: Exception) -> FromHost:
+        """A command is answered; a binding or release, which has no number, is counted, and the chunk that needs it fails."""
+        command = getattr(message, "command", 0)
+        if command:
+            return HostFailed(command, 0, start, monotonic_ns(), describe(error))
+        self._refused += 1
+        return Stats({"refused_messages": float(self._refused)})
 
     def _do(self, message: LoadModel | UnloadModel | BindPages | Chunk | Copy | Release) -> FromHost | None:
         if isinstance(message, LoadModel):
@@ -193,6 +205,7 @@ class CpuProgram(HostProgram):
         from hexrt.llm.engine_model import PagedModel
         from hexrt.llm.tokenise import load_vocabulary
 
+        self._models.pop(message.model, None)
         folder = Path(self.hello.models_dir) / message.path
         tokeniser = load_vocabulary(folder, message.model).tokeniser
         model = PagedModel(message.model, folder, message.dtype, message.arena_bytes, message.page_tokens)

@@ -50,7 +50,8 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[in
 
 def draw(logits: Tensor, sampling: Sampling, number: float) -> int:
     """The token at `number` of the cumulated probabilities, in the order of the vocabulary, so that near ties do not reorder it."""
-    probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
+    # The largest is taken off first: over a tiny temperature it would be infinite.
+    probabilities = torch.softmax((logits.double() - logits.max()) / sampling.temperature, -1)
     candidates = nucleus(probabilities, sampling.top_k, sampling.top_p)
     kept = probabilities if candidates is None else probabilities[candidates]
     sums = kept.cumsum(-1)
