@@ -1,8 +1,8 @@
 """`hexrt demo`: real agents over a real corpus, through a `hexrtd` of its own, and what the overlap of their steps gains.
 
 Starts the daemon and a local HTTP tool, prepares the index, runs one workflow for each question, several at once, then the same
-workflows one step at a time, and reports. Leaves nothing but the trace. Exit status: 0 where every step ended well and every answer has
-text; 1 where not, naming the step; 2 for a wrong option; 130 after Ctrl-C, 143 after SIGTERM.
+workflows one step at a time, and reports. Leaves nothing but the trace, also after Ctrl-C or SIGTERM. Exit status: 0 where every step
+ended well and every answer has text; 1 where not, naming the step; else those of `hexrt.cli.main`, and 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hexrt.cli.demo_workflow import (
     warm_up_workflow,
 )
 from hexrt.client import AsyncClient
-from hexrt.errors import HexrtError, TaskFailed
+from hexrt.errors import Disconnected, TaskFailed
 from hexrt.tracing.perfetto import TraceSummary, write_trace
 from hexrt.workflow.model import Workflow
 
@@ -51,6 +51,7 @@ class Options:
     pictures: Path
     trace: Path
     compare: bool
+    log: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,11 @@ def go(options: Options, as_json_object: bool, full: bool) -> int:
     def say(text: str) -> None:
         console.print(text, style="bold", highlight=False, soft_wrap=True)
 
-    with LocalTool() as tool, DemoDaemon(config_tables(options.models, tool.host)) as daemon:
-        results = asyncio.run(carry_out(options, daemon, tool, new_view, say))
+    with LocalTool() as tool, DemoDaemon(config_tables(options.models, tool.host), options.log) as daemon:
+        try:
+            results = asyncio.run(carry_out(options, daemon, tool, new_view, say))
+        except Disconnected as error:
+            raise Disconnected(f"{error.message}; its last words: {daemon.last_words()}") from error
     timelines = [run.timeline for run in (*results.together, *results.one_by_one)]
     options.trace.parent.mkdir(parents=True, exist_ok=True)
     trace = write_trace(timelines, options.trace)
@@ -214,25 +218,29 @@ def go(options: Options, as_json_object: bool, full: bool) -> int:
 @click.option(
     "--compare/--no-compare", "compare_too", default=True, help="Run all again, one step at a time, for the comparison."
 )
+@click.option(
+    "--daemon-log", type=click.Path(dir_okay=False, path_type=Path), help="Keep the daemon's log in this file."
+)
 @click.option("--all-steps", is_flag=True, help="Show each run's steps, not their medians.")
 @click.option("--json", "as_json_object", is_flag=True, help="Print one JSON object; progress goes to standard error.")
-def demo(count: int, agents: int, documents: int, models_dir: Path, pictures_dir: Path, trace_out: Path, compare_too: bool, all_steps: bool, as_json_object: bool) -> None:  # fmt: skip
+def demo(count: int, agents: int, documents: int, models_dir: Path, pictures_dir: Path, trace_out: Path, compare_too: bool, daemon_log: Path | None, all_steps: bool, as_json_object: bool) -> int:  # fmt: skip
     """Run real agents over a real corpus and show where the time went.
 
-    Exit status: 0 if every step ended well and every answer has text, 1 if not, 2 for a wrong option, 130 after Ctrl-C.
+    Starts a hexrtd of its own and stops it again; --socket is not looked at. Ends with 0 if every step ended well and every answer has
+    text, else with 1.
     """
     options = Options(
-        QUESTIONS[:count], agents, documents, models_dir.absolute(), pictures_dir, trace_out.absolute(), compare_too
+        QUESTIONS[:count],
+        agents,
+        documents,
+        models_dir.absolute(),
+        pictures_dir,
+        trace_out.absolute(),
+        compare_too,
+        daemon_log,
     )
     try:
         with stopping_in_order():
-            status = go(options, as_json_object, all_steps)
-    except HexrtError as error:
-        print(f"hexrt demo: {error}", file=sys.stderr)
-        status = 1
-    except KeyboardInterrupt:
-        print("hexrt demo: interrupted; the daemon is stopped", file=sys.stderr)
-        status = 130
+            return go(options, as_json_object, all_steps)
     except Stopped as error:
-        status = error.status
-    sys.exit(status)
+        return error.status

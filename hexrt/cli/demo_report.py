@@ -6,11 +6,12 @@ Pure: made from the timelines of the runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -122,32 +123,41 @@ def read_verdict(stdout: str) -> tuple[str, str, str]:
     return result, said["by"], said["why"]
 
 
+def _devices(names: Iterable[str]) -> str:
+    """`cpu:0 pool:0,1` for cpu:0, pool:0 and pool:1."""
+    indexes: dict[str, list[str]] = {}
+    for name in sorted(set(names)):
+        kind, _, index = name.partition(":")
+        indexes.setdefault(kind, []).append(index)
+    return " ".join(f"{kind}:{','.join(found)}" for kind, found in indexes.items())
+
+
 def _ms(ns: float) -> str:
     return f"{ns / 1e6:,.1f}" if ns < 1e8 else f"{ns / 1e6:,.0f}"
 
 
 def steps_table(times: Sequence[StepTimes], every_run: bool) -> Table:
-    """A row a step: of each run, or over the runs their medians and the longest."""
-    table = Table(title="steps", title_justify="left", header_style="bold")
-    lead = ("question", "step") if every_run else ("step", "op", "runs")
-    for name in lead:
-        table.add_column(name, justify="right" if name == "runs" else "left", no_wrap=True)
-    table.add_column("device")
+    """A row a step: of each run, or over the runs the median and the longest. Fits 80 columns."""
+    runs = len({t.run for t in times})
+    title = "each step of each run" if every_run else f"each step, over {runs} runs"
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
+    for name in ("question", "step", "device") if every_run else ("step", "op", "device"):
+        table.add_column(name, no_wrap=name != "question")
     for name in ("queued ms", "ran ms") if every_run else ("queued ms", "longest", "ran ms", "longest"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     table.add_column("tokens", justify="right", no_wrap=True)
     if every_run:
         for t in times:
-            table.add_row(t.run, t.step, ", ".join(t.devices), _ms(t.queue_ns), _ms(t.run_ns), str(t.tokens or ""))
+            table.add_row(t.run, t.step, _devices(t.devices), _ms(t.queue_ns), _ms(t.run_ns), str(t.tokens or ""))
         return table
     for step in dict.fromkeys(t.step for t in times):
         rows = [t for t in times if t.step == step]
-        devices = sorted({device for t in rows for device in t.devices})
+        devices = _devices(device for t in rows for device in t.devices)
         queued, ran = [t.queue_ns for t in rows], [t.run_ns for t in rows]
         cells = (_ms(median(queued)), _ms(max(queued)), _ms(median(ran)), _ms(max(ran)))
-        table.add_row(
-            step, rows[0].op, str(len(rows)), ", ".join(devices), *cells, str(sum(t.tokens for t in rows) or "")
-        )
+        table.add_row(step, rows[0].op, devices, *cells, str(sum(t.tokens for t in rows) or ""))
     return table
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hexrt.cli.demo_view import View
 from hexrt.client import AsyncClient, Outcome
 from hexrt.core import RunState
-from hexrt.errors import TaskFailed
+from hexrt.errors import HexrtError, TaskFailed
 from hexrt.protocol.messages import Accepted, RunTimeline, Update
 from hexrt.workflow.model import Workflow
 
@@ -49,13 +49,26 @@ async def run_one(client: AsyncClient, label: str, workflow: Workflow, view: Vie
 async def run_several(
     client: AsyncClient, workflows: Sequence[tuple[str, Workflow]], at_once: int, view: View
 ) -> list[Finished]:
-    """Runs all, at most `at_once` at a time, and returns them in the order given."""
+    """Runs all, at most `at_once` at a time, and returns them in the order given. Raises the first refusal."""
     room = asyncio.Semaphore(at_once)
 
     async def one(label: str, workflow: Workflow) -> Finished:
         async with room:
             return await run_one(client, label, workflow, view)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(label, workflow)) for label, workflow in workflows]
-    return [task.result() for task in tasks]
+    tasks = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for label, workflow in workflows:
+                tasks.append(group.create_task(one(label, workflow)))
+    except* HexrtError as errors:
+        failure = errors
+    else:
+        return [task.result() for task in tasks]
+    raise first_of(failure)
+
+
+def first_of(errors: BaseExceptionGroup[HexrtError]) -> HexrtError:
+    """The error that is told: where the daemon went away, all the others say the same."""
+    first = errors.exceptions[0]
+    return first if isinstance(first, HexrtError) else first_of(first)

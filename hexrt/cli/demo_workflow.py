@@ -1,8 +1,9 @@
 """The demo's workflows: the corpus becomes an index, and each question a graph of an agent's steps.
 
-    embed > search > prompt > answer ----------> tool --> notes > summary
-    draft > program > trial > report > verdict -----------^
-    picture, letters -------------------------------------^
+    embed > search > prompt > answer > tool ------------------------.
+                                 `---------------.                  |
+    draft > program > trial > evidence > verdict > notes > summary > report
+    picture, letters -----------------------------------------------'
 
 Pure but for `read_corpus` and `read_pictures`.
 """
@@ -27,7 +28,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
 PROMPT = """Use these notes to answer the question in one sentence.
 
-{% for document in documents %}{{ document.title }}: {{ document.text[:450] }}
+{% for document in documents %}{{ document.text[:450] }}
 
 {% endfor %}Question: {{ question }}"""
 
@@ -36,14 +37,16 @@ PROGRAM = """# the model's program
 {{ part[6:] if part[:6] == "python" else part }}
 """
 
-REPORT = """{{ {"stdout": trial.stdout, "stderr": trial.stderr, "exit_code": trial.exit_code} | tojson }}"""
+EVIDENCE = """{{ {"stdout": trial.stdout, "stderr": trial.stderr, "exit_code": trial.exit_code} | tojson }}"""
 
-NOTES = r"""Summarise these notes in one or two sentences.
+NOTES = r"""Summarise in one sentence:
 
-{{ answer }}
-The result of {{ task }} is {{ result.split("\n")[0] }}{% if unit %} {{ unit }}{% endif %}.
-The picture shows: {{ label }}.{% if letters %} It reads: {{ (letters.split() | join(" "))[:80] }}.{% endif %}
-The answer has {{ words }} words."""
+{{ answer }} {{ task[:1] | upper }}{{ task[1:] }} is {{ result.split("\n")[0] }} {{ unit }}."""
+
+REPORT = r"""{{ summary | trim }}
+{{ task[:1] | upper }}{{ task[1:] }}: {{ result.split("\n")[0] }} {{ unit }}.
+The picture shows: {{ label }}. The page begins: {{ (letters.split() | join(" "))[:60] }}...
+To read: {{ words }} words, {{ seconds }} seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,54 +112,48 @@ def warm_up_workflow(pool: Sequence[str], picture: Picture, letters: Picture) ->
 
 
 def agent_workflow(question: Question, picture: Picture, letters: Picture, tool_url: str) -> Workflow:
-    """One agent: retrieves and answers, writes and runs a program, looks at pictures, calls the tool, sums up."""
+    """One agent: retrieves and answers, writes and runs a program, looks at pictures, calls the tool, reports."""
     w = WorkflowBuilder(question.title)
     embed = w.step("embed.text", id="embed", inputs={"texts": [question.text]})
     search = w.step("search.vector", id="search", params={"index": INDEX, "k": 2}, inputs={"vectors": embed})
-    values = {"documents": search["documents"][0], "question": question.text}
-    prompt = w.step("text.template", id="prompt", params={"template": PROMPT}, inputs={"values": values})
+    prompt = _fill(w, "prompt", PROMPT, documents=search["documents"][0], question=question.text)
     answer = w.step("llm.generate", id="answer", params={"max_tokens": 48}, inputs={"prompt": prompt})
-    program, verdict = _program(w, question)
-    seen = w.step("image.encode", id="picture", inputs={"image": picture.content})
-    read = w.step("image.text", id="letters", inputs={"image": letters.content})
-    tool = w.step(
-        "tool.http", id="tool", params={"url": tool_url, "method": "POST"}, inputs={"json": {"text": answer["text"]}}
-    )
-    values = {
+    post = {"url": tool_url, "method": "POST"}
+    tool = w.step("tool.http", id="tool", params=post, inputs={"json": {"text": answer["text"]}})["json"]
+    program, result = _program(w, question)
+    seen = w.step("image.encode", id="picture", inputs={"image": picture.content})["label"]
+    read = w.step("image.text", id="letters", inputs={"image": letters.content})["text"]
+    said: dict[str, Reference | str] = {"result": result, "task": question.task, "unit": question.unit}
+    notes = _fill(w, "notes", NOTES, answer=answer["text"], **said)
+    summary = w.step("llm.generate", id="summary", params={"max_tokens": 56}, inputs={"prompt": notes})["text"]
+    told = {"label": seen, "letters": read, "words": tool["words"], "seconds": tool["seconds"]}
+    report = _fill(w, "report", REPORT, summary=summary, **told, **said)
+    outputs = {
+        "found": search["documents"][0][0]["title"],
         "answer": answer["text"],
-        "result": verdict["stdout"],
-        "task": question.task,
-        "unit": question.unit,
-        "label": seen["label"],
+        "program": program,
+        "verdict": result,
     }
-    values |= {"letters": read["text"], "words": tool["json"]["words"]}
-    notes = w.step("text.template", id="notes", params={"template": NOTES}, inputs={"values": values})
-    summary = w.step("llm.generate", id="summary", params={"max_tokens": 56}, inputs={"prompt": notes})
-    for name, reference in (
-        ("found", search["documents"][0][0]["title"]),
-        ("answer", answer["text"]),
-        ("program", program),
-        ("verdict", verdict["stdout"]),
-        ("label", seen["label"]),
-        ("letters", read["text"]),
-        ("tool", tool["json"]),
-        ("summary", summary["text"]),
-    ):
+    outputs |= {"label": seen, "letters": read, "tool": tool, "summary": summary, "report": report}
+    for name, reference in outputs.items():
         w.output(name, reference)
     return w.build()
 
 
+def _fill(w: WorkflowBuilder, step: str, template: str, **values: Reference | str) -> Reference:
+    return w.step("text.template", id=step, params={"template": template}, inputs={"values": values})
+
+
 def _program(w: WorkflowBuilder, question: Question) -> tuple[Reference, Reference]:
-    """The model's program, run as it is, and the fixed one, which judges it and gives the result in any case."""
+    """The model's program, run as it is, and what the fixed one printed, which judges it and gives the result in any case."""
     ask = f"Write a short Python program that prints {question.task}. Reply with code only."
     params = {"max_tokens": 72, "stop": ["\n```"]}
     draft = w.step("llm.generate", id="draft", params=params, inputs={"prompt": ask})
-    values = {"text": draft["text"]}
-    program = w.step("text.template", id="program", params={"template": PROGRAM}, inputs={"values": values})
+    program = _fill(w, "program", PROGRAM, text=draft["text"])
     trial = w.step("code.python", id="trial", params={"check": False, "timeout_s": 5.0}, inputs={"code": program})
-    report = w.step("text.template", id="report", params={"template": REPORT}, inputs={"values": {"trial": trial}})
-    verdict = w.step("code.python", id="verdict", inputs={"code": question.fixed, "stdin": report})
-    return program, verdict
+    evidence = _fill(w, "evidence", EVIDENCE, trial=trial)
+    verdict = w.step("code.python", id="verdict", inputs={"code": question.fixed, "stdin": evidence})
+    return program, verdict["stdout"]
 
 
 def one_at_a_time(workflow: Workflow) -> Workflow:
