@@ -29,6 +29,8 @@ from hexrt.protocol.host import (  # noqa: E402
 )
 from tests.llm_support import NAME, HostProcess, Service, greedy, model_folder  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)  # the model is loaded twice and answered for twice before the first test
+
 ANSWER = 12
 QUESTIONS = (
     "What is the capital of France?",
