@@ -68,7 +68,7 @@ class Daemon:
         self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), config.limits.max_tasks)  # fmt: skip
         engines = Engines(
             {name: ModelSource(self._model_path(m.path), m.dtype) for name, m in config.models.items()},
-            config.cpu.arena_mib << 20, config.cpu.token_budget, config.cpu.passes, self.cost,
+            config.cpu.arena_mib << 20, config.cpu.token_budget, config.cpu.passes,
         )  # fmt: skip
         self.brain = Brain(self.table, self.cost, engines)
         self.service = Service(

@@ -28,7 +28,7 @@ ALL = {**OPS, "both": BOTH, "slow": SLOW}
 
 def brain(runs: RunTable, *names: str, window: int = 64) -> Brain:
     cost = CostModel()
-    made = Brain(runs, cost, Engines({}, 1 << 20, 16, 1, cost))
+    made = Brain(runs, cost, Engines({}, 1 << 20, 16, 1))
     for name in names:
         kind = DeviceKind(name.split(":")[0])
         limit = window if kind is DeviceKind.POOL else 2

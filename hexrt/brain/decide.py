@@ -19,7 +19,7 @@ from hexrt.errors import BadRequest, ErrorRecord, HexrtError, Unavailable
 from hexrt.events import Event, Failed, Started
 from hexrt.runtime.entities import Run, Task
 from hexrt.runtime.state import RunTable
-from hexrt.scheduling.cost import CostModel
+from hexrt.scheduling.cost import CostModel, Estimate
 from hexrt.scheduling.rank import upward_ranks
 from hexrt.values import NIL, pick
 from hexrt.workflow.graph import ITEM, InputRef, Node, TaskGraph
@@ -32,6 +32,7 @@ PICK_BYTES = 4096
 """Outputs larger than this are cut to the referenced part before they are sent."""
 
 Class = tuple[tuple[DeviceKind, ...], str | None]
+Entry = tuple[int, float, int, Task]
 
 
 def class_of(node: Node, part: int) -> Class:
@@ -59,7 +60,7 @@ class Brain:
         self.engines = engines
         self.devices: dict[str, Device] = {}
         self._by_class: dict[Class, list[Device]] = {}
-        self._queues: dict[Class, list[tuple[int, float, int, Task]]] = {}
+        self._queues: dict[Class, list[Entry]] = {}
         self._count = 0
         self.paused = False  # places nothing while it is set
 
@@ -149,52 +150,62 @@ class Brain:
         if found is None:
             kinds, only = queue_class
             found = [d for d in self.devices.values() if d.kind in kinds and (only is None or only in (d.name, d.kind.value))]  # fmt: skip
+            found.sort(key=lambda d: d.cost_name)
             self._by_class[queue_class] = found
         return found
 
-    def _place_queue(self, queue_class: Class, queue: list[tuple[int, float, int, Task]], now_ns: int, out: Commands) -> None:  # fmt: skip
+    def _place_queue(self, queue_class: Class, queue: list[Entry], now_ns: int, out: Commands) -> None:
         devices = self._devices(queue_class)
-        if not any(not d.lost for d in devices):
-            while queue:
-                self._refuse(heappop(queue)[3], queue_class, devices, now_ns, out)
+        ready = [d for d in devices if d.ready]
+        if not ready:
+            if all(d.lost for d in devices):
+                while queue:
+                    self._refuse(heappop(queue)[3], queue_class, devices, now_ns, out)
             return
         while queue:
             task = queue[0][3]
-            if task.state != READY:
+            if task.state != READY:  # cancelled or skipped since it was queued
                 heappop(queue)
                 continue
-            if self.engines.owns(task):
-                if not self._place_engine(task, devices, now_ns):
-                    return
+            if task.step.node.op.parts[task.op_part].body is None:
                 heappop(queue)
+                self._place_engine(task, ready, now_ns)
                 continue
-            node = task.step.node
-            task.work = work = self._work(task)
-            best, best_ns, best_predicted = None, 0, 0
-            for device in devices:
-                if device.ready:
-                    predicted = self.cost.predict_ns(node.op.name, task.op_part, device.cost_name, work)
-                    finish = device.backlog_ns + predicted
-                    if best is None or finish < best_ns:
-                        best, best_ns, best_predicted = device, finish, predicted
-            if best is None or not best.can_take(best_predicted):
+            device, estimate = self._best(task, ready)
+            predicted_ns = int(estimate.mean_ns)
+            if not device.can_take(predicted_ns):
                 return
             heappop(queue)
-            self._launch(task, best, best_predicted, now_ns, out)
+            task.learn = estimate.observe
+            self._launch(task, device, predicted_ns, now_ns, out)
 
-    def _place_engine(self, task: Task, devices: list[Device], now_ns: int) -> bool:
-        """LLM parts go to the engine of a device, which batches them; the one with the fewest sequences."""
-        ready = [d for d in devices if d.ready]
-        if not ready:
-            return False
+    def _best(self, task: Task, ready: list[Device]) -> tuple[Device, Estimate]:
+        """The device on which the task would end first, what is in flight there included."""
+        node = task.step.node
+        work = task.work = self._work(task)
+        cost, name = self.cost, ""
+        best: Device | None = None
+        best_ns = 0.0
+        for device in ready:  # sorted by cost_name
+            if device.cost_name != name:
+                name = device.cost_name
+                estimate = cost.estimate(node.op.name, task.op_part, name, work)
+                mean_ns = estimate.mean_ns
+            finish_ns = device.backlog_ns + mean_ns
+            if best is None or finish_ns < best_ns:
+                best, best_ns, best_estimate = device, finish_ns, estimate
+        assert best is not None
+        return best, best_estimate
+
+    def _place_engine(self, task: Task, ready: list[Device], now_ns: int) -> None:
+        """LLM parts go to the engine of a device, which batches them: to the one that has the pages, else with the fewest sequences."""
         before = task.step.tasks[task.part - 1].device if task.op_part else ""
         device = next((d for d in ready if d.name == before), None) or min(ready, key=lambda d: len(d.window))
         task.work = self._work(task)
-        predicted = self.cost.predict_ns(task.step.node.op.name, task.op_part, device.cost_name, task.work)
-        self.table.place(task, device.name, device.next_command(), now_ns, predicted)
-        device.take(task)
+        estimate = self.cost.estimate(task.step.node.op.name, task.op_part, device.cost_name, task.work)
+        task.learn = estimate.observe
+        self._place(task, device, int(estimate.mean_ns), now_ns)
         self.engines.start(task, device.name, now_ns)
-        return True
 
     def _refuse(self, task: Task, queue_class: Class, devices: list[Device], now_ns: int, out: Commands) -> None:
         kinds, only = queue_class
@@ -232,16 +243,22 @@ class Brain:
             self._look_ahead(task, device, now_ns, sent)
 
     def _send(self, task: Task, device: Device, predicted_ns: int, now_ns: int, bindings: tuple[Any, ...], report_start: bool) -> tuple[Any, ...]:  # fmt: skip
-        self._place(task, device, predicted_ns, now_ns)
-        node = task.step.node
+        """Places the task and makes its Launch."""
+        node, run = task.step.node, task.run
+        device.command = command = device.command + 1
+        self.table.place(task, device.name, command, now_ns, predicted_ns)
+        device.window[command] = task
+        device.backlog_ns += predicted_ns
         return (
-            LAUNCH, task.command, task.attempt, node.op.name, task.op_part, task.run.id, node.id, task.run.uid,
-            node.timeout_ns / 1e9, node.params_raw, node.inputs, bindings, report_start,
+            LAUNCH, command, task.attempt, node.op.name, task.op_part, run.id, node.id, run.uid, node.timeout_ns / 1e9,
+            node.params_raw, node.inputs, bindings, report_start,
         )  # fmt: skip
 
     def _place(self, task: Task, device: Device, predicted_ns: int, now_ns: int) -> None:
-        self.table.place(task, device.name, device.next_command(), now_ns, predicted_ns)
-        device.take(task)
+        command = device.next_command()
+        self.table.place(task, device.name, command, now_ns, predicted_ns)
+        device.window[command] = task
+        device.backlog_ns += predicted_ns
 
     def _look_ahead(self, task: Task, device: Device, now_ns: int, sent: list[Any]) -> None:
         """Sends on to the same worker the steps that wait for `task` alone: a chain then costs no wake-up a step."""
@@ -264,14 +281,15 @@ class Brain:
                 return
             next_task = step.tasks[0]
             work = node.op.work(node.params, len(node.inputs))
-            predicted = self.cost.predict_ns(node.op.name, 0, device.cost_name, work)
+            estimate = self.cost.estimate(node.op.name, 0, device.cost_name, work)
+            predicted = int(estimate.mean_ns)
             if next_task.state != WAITING or predicted >= SHORT_NS or not device.can_take(predicted):
                 return
             local = task.command
             bindings: tuple[Any, ...] = tuple((ref.to, ref.path, NIL, local) for ref in node.refs) or (
                 ((), (), NIL, local),
             )
-            next_task.work = work
+            next_task.work, next_task.learn = work, estimate.observe
             sent.append(self._send(next_task, device, predicted, now_ns, bindings, False))
             task = next_task
 

@@ -22,7 +22,6 @@ from hexrt.llm.sequence import SequenceRequest
 from hexrt.llm.steps import check_numerics, output_of_decode, output_of_prefill, request_of, resolve_model
 from hexrt.protocol.host import Chunk, Chunked, FromHost, HostFailed, HostFinished, LoadModel
 from hexrt.runtime.entities import Run, Task
-from hexrt.scheduling.cost import CostModel
 from hexrt.values import NIL, pick
 from hexrt.workflow.graph import ITEM
 
@@ -74,9 +73,8 @@ def key_of(task: Task) -> Key:
 
 
 class Engines:
-    def __init__(self, models: Mapping[str, ModelSource], arena_bytes: int, token_budget: int, passes: int, cost: CostModel) -> None:  # fmt: skip
+    def __init__(self, models: Mapping[str, ModelSource], arena_bytes: int, token_budget: int, passes: int) -> None:
         self._models = models
-        self._cost = cost
         self._arena_bytes = arena_bytes
         self._token_budget = token_budget
         self._passes = passes
@@ -269,7 +267,8 @@ class Engines:
 
     def _end(self, task: Task, output: bytes, start_ns: int, end_ns: int) -> None:
         self._dropped.append((task.device, task.command))
-        self._cost.observe(task.step.node.op.name, task.op_part, task.device, task.work, end_ns - start_ns)
+        if task.learn is not None:
+            task.learn(end_ns - start_ns)
         self._events.append(
             Finished(task.run.id, task.step.node.index, task.part, task.attempt, task.device, start_ns, end_ns, msgspec.Raw(output))
         )  # fmt: skip

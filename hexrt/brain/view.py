@@ -46,10 +46,6 @@ class Device:
         self.command += 1
         return self.command
 
-    def take(self, task: Task) -> None:
-        self.window[task.command] = task
-        self.backlog_ns += task.predicted_ns
-
     def drop(self, command: int) -> Task | None:
         """The launch has ended, or never will: forgets it. None for one that is not waited for."""
         task = self.window.pop(command, None)

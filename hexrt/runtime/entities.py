@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from hexrt.core import Durability, RunState, TaskState
@@ -34,6 +36,7 @@ class Task(msgspec.Struct, gc=False, eq=False):
     predicted_ns: int = 0
     output: msgspec.Raw | None = None
     item: msgspec.Raw | None = None
+    learn: Callable[[int], None] | None = None  # takes the run time in ns, for the cost model
     answered: list[int] | None = None  # token ids of an LLM answer so far
     text: list[str] | None = None
 
@@ -45,7 +48,7 @@ class Step(msgspec.Struct, gc=False, eq=False):
     rank: float = 0.0  # remaining critical path in ns, this step included
     tasks: list[Task] = []
     open_tasks: int = 0
-    held: list[Task] = []  # map tasks kept back by max_in_flight, last first
+    held: list[Task] | None = None  # map tasks kept back by max_in_flight, last first
     output: msgspec.Raw | None = None
     error: ErrorRecord | None = None
 

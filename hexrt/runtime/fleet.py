@@ -153,31 +153,37 @@ class Fleet:
         member = self._members[link.device]
         if member.link is not link:
             return
-        member.device.last_report_ns = self._clock.now_ns()
+        device = member.device
+        device.last_report_ns = self._clock.now_ns()
         for report in reports:
-            self._report(member, report)
+            if type(report) is HostFinished and (task := device.drop(report.command)) is not None:
+                self._finished(member, task, report)
+            else:
+                self._report(member, report)
+
+    def _finished(self, member: Member, task: Task, report: HostFinished) -> None:
+        device = member.device
+        if member.stopping:
+            member.stopping.pop(report.command, None)
+        device.done += 1
+        if task.learn is not None:
+            task.learn(report.end_ns - report.start_ns)
+        self._post(
+            Finished(
+                task.run.id, task.step.node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns,
+                report.output.copy(),
+            )
+        )  # fmt: skip
 
     def _report(self, member: Member, report: FromHost) -> None:
         device = member.device
         if isinstance(report, HostFinished):
             task = device.drop(report.command)
-            if task is None:
+            if task is not None:
+                self._finished(member, task, report)
+            else:
                 self._engines.finished(device, report)
                 self._wake()
-                return
-            if member.stopping:
-                member.stopping.pop(report.command, None)
-            device.done += 1
-            node = task.step.node
-            self._brain.cost.observe(
-                node.op.name, task.op_part, device.cost_name, task.work, report.end_ns - report.start_ns
-            )
-            self._post(
-                Finished(
-                    task.run.id, node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns,
-                    report.output.copy(),
-                )
-            )  # fmt: skip
         elif isinstance(report, HostStarted):
             task = device.window.get(report.command)
             if task is not None and task.step.node.idempotent:

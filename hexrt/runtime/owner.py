@@ -22,6 +22,7 @@ from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
 
 log = logging.getLogger(__name__)
+KEPT = frozenset(DURABLE)
 TURNS = 1000
 """Rounds of deciding in one turn before that is taken for a bug: each round's events come of the round before."""
 
@@ -109,12 +110,12 @@ class Owner:
 
     def _apply(self, event: Event, kept: list[Event]) -> None:
         self._table.apply(event)
-        if not isinstance(event, DURABLE):
+        if type(event) not in KEPT:
             return
         if isinstance(event, Recovered):
             kept.append(event)
             return
-        run = self._table.runs.get(event.run)
+        run = self._table.runs.get(event.run)  # type: ignore[union-attr]  # KEPT says so
         if run is not None and run.durability is not Durability.NONE:
             if type(event) is not Started or not run.steps[event.step].node.idempotent:
                 kept.append(event)

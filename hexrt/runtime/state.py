@@ -27,7 +27,7 @@ from hexrt.events import (
 )  # fmt: skip
 from hexrt.runtime.entities import Change, Run, Step, Task, record_of, story
 from hexrt.runtime.retries import DROPPED, may_try_again
-from hexrt.values import NIL, elements, join, pick
+from hexrt.values import EMPTY_LIST, NIL, elements, join, pick
 from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import Workflow
 
@@ -91,7 +91,6 @@ class RunTable:
         self.runs.pop(run.id, None)
         for step in run.steps:
             step.tasks.clear()
-            step.held.clear()
         run.steps.clear()
         run.graph = None
 
@@ -103,7 +102,6 @@ class RunTable:
         run = Run(
             event.run, event.workflow.name, event.uid, event.gid, event.durability, event.at_ns, event.wall_ns, None,
         )  # fmt: skip
-        run.steps, run.history = [], []
         self.runs[run.id] = run
         self.open_runs += 1
         graph = self.prepared.pop(event.run, None)
@@ -121,12 +119,14 @@ class RunTable:
         self.submitted.append(run)
         for step in run.steps:
             node = step.node
-            step.tasks, step.held = [], []
             if node.map is None:
-                self._make_tasks(run, step, 0, None)
-                step.open_tasks = 1
-            if not step.pending:
-                self._step_ready(run, step, event.at_ns)
+                if len(node.op.parts) == 1:
+                    step.tasks.append(Task(run, step, 0, 0))
+                else:
+                    self._make_tasks(run, step, 0, None)
+        for step in run.steps:
+            if not step.node.predecessors and self._step_ready(run, step, event.at_ns):
+                self._step_done(run, step, EMPTY_LIST, event.at_ns)
 
     def _make_tasks(self, run: Run, step: Step, position: int, item: msgspec.Raw | None) -> None:
         parts = len(step.node.op.parts)
@@ -136,13 +136,13 @@ class RunTable:
                 task.item = item
             step.tasks.append(task)
 
-    def _step_ready(self, run: Run, step: Step, now_ns: int) -> None:
-        """All predecessors ended well: the first part of each of its tasks becomes ready."""
+    def _step_ready(self, run: Run, step: Step, now_ns: int) -> bool:
+        """All predecessors ended well: the first part of each of its tasks becomes ready. True for a map over nothing, which is done."""
         node = step.node
         if node.map is None:
             step.state = READY
             self._task_ready(step.tasks[0], now_ns)
-            return
+            return False
         over = node.map
         try:
             if over.elements is not None:
@@ -153,7 +153,7 @@ class RunTable:
                 raise TaskFailed(f"{len(items)} elements are more than the {self.max_tasks} tasks allowed")
         except HexrtError as error:
             self._fail_step(run, step, ErrorRecord("task_failed", f"map.over: {error.message}", node.id), now_ns)
-            return
+            return False
         step.state = READY
         for position, item in enumerate(items):
             self._make_tasks(run, step, position, item)
@@ -163,13 +163,12 @@ class RunTable:
             self.changes.append(Change(run, "expanded", step, None, str(len(items))))
         parts = len(node.op.parts)
         first = step.tasks[::parts]
-        if not items:
-            self._step_done(run, step, join(()), now_ns)
-        elif over.max_in_flight and len(first) > over.max_in_flight:
+        if over.max_in_flight and len(first) > over.max_in_flight:
             step.held = first[over.max_in_flight :][::-1]
             first = first[: over.max_in_flight]
         for task in first:
             self._task_ready(task, now_ns)
+        return not items
 
     def _task_ready(self, task: Task, now_ns: int) -> None:
         task.ready_ns = now_ns
@@ -210,6 +209,7 @@ class RunTable:
         if task is None:
             return
         run, step = task.run, task.step
+        node = step.node
         if task.state == PLACED or task.state == RUNNING:
             run.in_flight -= 1
         task.state = DONE
@@ -218,37 +218,40 @@ class RunTable:
         task.start_ns = event.start_ns
         task.end_ns = event.end_ns
         task.output = event.output
-        parts = len(step.node.op.parts)
-        if run.watched and task.op_part + 1 == parts:
+        last = task.op_part + 1 == len(node.op.parts)
+        if run.watched and last:
             self.changes.append(Change(run, "done", step, task))
         if step.state >= DONE:  # the step failed or was cancelled meanwhile
             self._maybe_end(run, event.end_ns)
-            return
-        if task.op_part + 1 < parts:
+        elif not last:
             self._task_ready(step.tasks[task.part + 1], event.end_ns)
-            return
+        elif node.map is None:
+            self._step_done(run, step, event.output, event.end_ns)
+        else:
+            self._element_done(run, step, event.end_ns)
+
+    def _element_done(self, run: Run, step: Step, now_ns: int) -> None:
         step.open_tasks -= 1
         if step.held:
-            self._task_ready(step.held.pop(), event.end_ns)
+            self._task_ready(step.held.pop(), now_ns)
         if step.open_tasks == 0:
-            if step.node.map is None:
-                self._step_done(run, step, event.output, event.end_ns)
-            else:
-                self._step_done(
-                    run, step, join([t.output or NIL for t in step.tasks[parts - 1 :: parts]]), event.end_ns
-                )
+            parts = len(step.node.op.parts)
+            self._step_done(run, step, join([t.output or NIL for t in step.tasks[parts - 1 :: parts]]), now_ns)
 
     def _step_done(self, run: Run, step: Step, output: msgspec.Raw, now_ns: int) -> None:
-        step.state = DONE
-        step.output = output
-        run.open_steps -= 1
-        self.open_tasks -= max(1, len(step.tasks) // len(step.node.op.parts))
-        steps = run.steps
-        for index in step.node.successors:
-            successor = steps[index]
-            successor.pending -= 1
-            if successor.pending == 0 and successor.state == W:
-                self._step_ready(run, successor, now_ns)
+        steps, done = run.steps, [step]
+        while done:  # more than once where maps over nothing follow: they are done as soon as they are ready
+            step = done.pop()
+            step.state = DONE
+            step.output = output
+            run.open_steps -= 1
+            self.open_tasks -= max(1, len(step.tasks) // len(step.node.op.parts))
+            for index in step.node.successors:
+                successor = steps[index]
+                successor.pending -= 1
+                if successor.pending == 0 and successor.state == W and self._step_ready(run, successor, now_ns):
+                    done.append(successor)
+            output = EMPTY_LIST
         if run.open_steps == 0:
             self._maybe_end(run, now_ns)
 
@@ -320,7 +323,7 @@ class RunTable:
         self.open_tasks -= max(1, len(step.tasks) // len(step.node.op.parts))
         step.state = state
         step.error = error
-        step.held.clear()
+        step.held = None
         run.open_steps -= 1
         for task in step.tasks:
             if task.state == PLACED or task.state == RUNNING:

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import msgspec
 
-PRIOR_NS = 5_000_000
+PRIOR_NS = 5_000_000.0
 """What a part that was never seen is taken to last."""
 WEIGHT = 0.2
-"""Of a new observation, once there are more than 1 / WEIGHT of them; before that the plain mean."""
+"""Of a new observation, once there are more than WARM of them; before that the plain mean."""
+WARM = 5
 
 Key = tuple[str, int, str, int]
 
 
-class Estimate(msgspec.Struct, gc=False):
+class Estimate(msgspec.Struct, gc=False, eq=False):
+    """The run time of one (op part, device, size bucket). `count` 0: nothing was seen yet, `mean_ns` is a guess."""
+
     mean_ns: float
     count: int
+
+    def observe(self, took_ns: int) -> None:
+        self.count += 1
+        weight = WEIGHT if self.count > WARM else 1.0 / self.count
+        self.mean_ns += weight * (took_ns - self.mean_ns)
 
 
 class CostModel:
@@ -26,37 +34,37 @@ class CostModel:
 
     def __init__(self) -> None:
         self._estimates: dict[Key, Estimate] = {}
-        self._buckets: dict[tuple[str, int, str], list[int]] = {}
+
+    def estimate(self, op: str, part: int, device: str, work: int) -> Estimate:
+        """The estimate for this size, to be read now and given what was observed later; a size never seen borrows from the nearest one."""
+        key = op, part, device, work.bit_length()
+        found = self._estimates.get(key)
+        if found is None:
+            found = self._estimates[key] = Estimate(PRIOR_NS, 0)
+        if not found.count:
+            found.mean_ns = self._guess_ns(key)
+        return found
+
+    def _guess_ns(self, key: Key) -> float:
+        op, part, device, bucket = key
+        near = [(abs(b - bucket), e.mean_ns) for (o, p, d, b), e in self._estimates.items() if (o, p, d) == (op, part, device) and e.count]  # fmt: skip
+        return min(near)[1] if near else PRIOR_NS
 
     def predict_ns(self, op: str, part: int, device: str, work: int) -> int:
         """The expected run time; of the nearest size seen on that device where this size was not, else PRIOR_NS."""
-        bucket = work.bit_length()
-        estimate = self._estimates.get((op, part, device, bucket))
-        if estimate is None:
-            seen = self._buckets.get((op, part, device))
-            if not seen:
-                return PRIOR_NS
-            estimate = self._estimates[op, part, device, min(seen, key=lambda b: abs(b - bucket))]
-        return int(estimate.mean_ns)
+        return int(self.estimate(op, part, device, work).mean_ns)
 
     def observe(self, op: str, part: int, device: str, work: int, took_ns: int) -> None:
-        bucket = work.bit_length()
-        estimate = self._estimates.get((op, part, device, bucket))
-        if estimate is None:
-            self._estimates[op, part, device, bucket] = Estimate(float(took_ns), 1)
-            self._buckets.setdefault((op, part, device), []).append(bucket)
-            return
-        estimate.count += 1
-        weight = WEIGHT if estimate.count > 5 else 1.0 / estimate.count
-        estimate.mean_ns += weight * (took_ns - estimate.mean_ns)
+        self.estimate(op, part, device, work).observe(took_ns)
 
-    def best_ns(self, op: str, part: int, devices: tuple[str, ...], work: int) -> int:
-        """The least prediction over `devices`; a device where the part was never seen counts only if it was seen nowhere."""
-        seen = [d for d in devices if (op, part, d) in self._buckets]
-        return min((self.predict_ns(op, part, d, work) for d in seen), default=PRIOR_NS)
+    def best_ns(self, op: str, part: int, devices: tuple[str, ...], work: int) -> float:
+        """The least estimate over `devices`; a device where the part was never seen counts only if it was seen nowhere."""
+        estimates = [self.estimate(op, part, device, work) for device in devices]
+        known = [e.mean_ns for e in estimates if e.mean_ns != PRIOR_NS]
+        return min(known, default=float(PRIOR_NS))
 
     def dump(self) -> bytes:
-        return msgspec.msgpack.encode([(*key, e.mean_ns, e.count) for key, e in self._estimates.items()])
+        return msgspec.msgpack.encode([(*key, e.mean_ns, e.count) for key, e in self._estimates.items() if e.count])
 
     def load(self, data: bytes) -> None:
         """Takes over what `dump` gave. Raises msgspec.MsgspecError on anything else."""
@@ -64,4 +72,3 @@ class CostModel:
             data, type=list[tuple[str, int, str, int, float, int]]
         ):
             self._estimates[op, part, device, bucket] = Estimate(mean_ns, count)
-            self._buckets.setdefault((op, part, device), []).append(bucket)
