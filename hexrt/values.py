@@ -24,6 +24,7 @@ _ITEM_BYTES = {
 }  # fmt: skip
 _MOST_DIMENSIONS = 32
 NIL = msgspec.Raw(b"\xc0")
+EMPTY_LIST = msgspec.Raw(b"\x90")
 _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _raw_dict = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 

@@ -219,3 +219,16 @@ def test_every_run_ends_whatever_happens_to_its_tasks(data: st.DataObject) -> No
     assert run.ended_ns and runs.open_runs == 0 and runs.open_tasks == 0
     runs.check_integrity()
     assert isinstance(run.error, ErrorRecord) or run.state is RunState.SUCCEEDED
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_map_over_nothing_is_done_at_once_wherever_it_stands_and_however_many_follow(order: int) -> None:
+    steps = [StepSpec(f"m{i}", "noop", map=MapSpec([]), after=(f"m{i - 1}",) if i else ()) for i in range(3000)]
+    steps.append(StepSpec("b", "noop", {}, {"value": {"$ref": "m2999"}}))
+    runs = table()
+    run = submit(runs, Workflow(tuple(steps[::order])))
+    assert fresh(runs) == ["b"] and run.open_steps == 1
+    do(runs, run, "b")
+    assert run.state is RunState.SUCCEEDED and runs.open_tasks == 0
+    assert {values.decode(s.output) == [] for s in run.steps if s.node.map is not None and s.output} == {True}
+    runs.check_integrity()
