@@ -110,7 +110,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ChunkSequence(Message):
-    """One sequence of a chunk. `ids` are the prompt slice that starts at `position`; empty for pure decoding.
+    """One sequence of a chunk. `ids` are the prompt slice that starts at `position`; empty for pure decoding, where `position` is the number
+    of tokens whose K and V are in the pages.
 
     `last` says that the slice ends the prompt, so that pass 1 samples. `sampling` and `answered` come with the first chunk that names
     the sequence: `answered` are answer ids from before a restart or preemption, already part of what is prefilled.
@@ -140,13 +141,13 @@ class Withdraw(Message, tag=7):
 
 
 class Cancel(Message, tag=8):
-    """Stop a command as soon as can be; a Failed of kind `cancelled` follows."""
+    """Stop a command as soon as can be; a Failed of kind `cancelled` follows. A Chunk that has begun ends and is reported as any other."""
 
     command: int
 
 
 class Release(Message, tag=9):
-    """The sequence's state and page table in the host are no longer needed."""
+    """The sequence's state and page table in the host are no longer needed. In chunks on their way it takes no part from the next pass on."""
 
     model: str
     sequence: int
