@@ -49,6 +49,7 @@ class DemoDaemon:
 
     def __enter__(self) -> DemoDaemon:
         self._directory = Path(tempfile.mkdtemp(prefix="hexrt-demo-"))
+        self._manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)  # what the daemon tells its service manager
         self.socket = self._directory / "hexrt.sock"
         try:
             self._start()
@@ -68,9 +69,9 @@ class DemoDaemon:
         config.write_text(toml(self._tables))
         self._log = self._kept_log or self._directory / "log"
         environ = {k: v for k, v in os.environ.items() if not k.startswith("HEXRT_")}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, open(self._log, "wb") as log:
-            notify = self._directory / "notify"
-            ready.bind(str(notify))
+        notify = self._directory / "notify"
+        self._manager.bind(os.fspath(notify))
+        with open(self._log, "wb") as log:
             command = [sys.executable, "-m", "hexrt.daemon", "--config", str(config), "--socket", str(self.socket)]
             command += ["--state-dir", str(self._directory / "state")]
             self._process = subprocess.Popen(
@@ -82,11 +83,11 @@ class DemoDaemon:
                 process_group=0,  # Ctrl-C in the terminal is the demo's, which then stops the daemon in order
                 preexec_fn=_die_with_parent,
             )
-            self._wait_ready(ready)
+            self._wait_ready()
 
-    def _wait_ready(self, ready: socket.socket) -> None:
+    def _wait_ready(self) -> None:
         """Waits for the daemon's READY=1, or for its end, whichever is first."""
-        ended = os.pidfd_open(self._process.pid)
+        ready, ended = self._manager, os.pidfd_open(self._process.pid)
         try:
             while True:
                 readable, _, _ = select.select([ready.fileno(), ended], [], [], START_S)
@@ -123,4 +124,5 @@ class DemoDaemon:
                 raise
 
     def _clean_up(self) -> None:
+        self._manager.close()
         shutil.rmtree(self._directory, ignore_errors=True)

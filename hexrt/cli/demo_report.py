@@ -72,10 +72,10 @@ class Comparison:
         return out
 
     def __str__(self) -> str:
-        text = f"whole time: {self.together_s:.2f} s for {self.busy_s:.2f} s of running steps"
-        if self.one_by_one_s:
-            text += f"; one step at a time: {self.one_by_one_s:.2f} s, {self.one_by_one_s / self.together_s:.2f} times as long"
-        return text
+        if not self.one_by_one_s:
+            return f"whole time: {self.together_s:.2f} s"
+        ratio = self.one_by_one_s / self.together_s
+        return f"whole time: {self.together_s:.2f} s; one step at a time: {self.one_by_one_s:.2f} s; ratio {ratio:.2f}"
 
 
 def compare(together: Sequence[RunTimeline], one_by_one: Sequence[RunTimeline]) -> Comparison:
@@ -139,14 +139,12 @@ def _ms(ns: float) -> str:
 def steps_table(times: Sequence[StepTimes], every_run: bool) -> Table:
     """A row a step: of each run, or over the runs the median and the longest. Fits 80 columns."""
     runs = len({t.run for t in times})
-    title = "each step of each run" if every_run else f"each step, over {runs} runs"
-    table = Table(
-        title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False
-    )
+    title = "each step of each run, in ms" if every_run else f"each step over {runs} runs, median and longest in ms"
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in ("question", "step", "device") if every_run else ("step", "op", "device"):
         table.add_column(name, no_wrap=name != "question")
-    for name in ("queued ms", "ran ms") if every_run else ("queued ms", "longest", "ran ms", "longest"):
-        table.add_column(name, justify="right")
+    for name in ("queued", "ran") if every_run else ("queued", "longest", "ran", "longest"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
     if every_run:
         for t in times:

@@ -18,7 +18,8 @@ from rich.text import Text
 from hexrt.protocol.messages import Update
 
 LINE = 90
-BAR = 13
+BAR = 15
+DOING = 20
 
 
 def printable(text: str) -> str:
@@ -102,7 +103,8 @@ class _Line:
             self.going.pop(update.step, None)
             self.left.discard(update.step)
 
-    def cells(self) -> tuple[Text, Text, Text]:
+    def cells(self, room: int) -> tuple[Text, Text, Text]:
+        """Progress, the steps that run, and the newest text of the model in `room` columns."""
         done = self.total - len(self.left)
         filled = round(BAR * done / max(1, self.total))
         bar = Text("━" * filled, "green") + Text("━" * (BAR - filled), "bright_black") + Text(f" {done}/{self.total}")
@@ -112,8 +114,8 @@ class _Line:
             else Text(" ".join(self.going))
         )
         said = printable(self.text)
-        room = LINE - len(self.speaker) - 2
-        said = "…" + said[-room:] if len(said) > room else said
+        room -= len(self.speaker) + 2
+        said = "…" + said[1 - room :] if len(said) > room > 1 else said
         return bar, doing, Text.assemble((f"{self.speaker}: ", "cyan") if self.speaker else "", said)
 
 
@@ -122,6 +124,7 @@ class LiveView:
 
     def __init__(self, console: Console) -> None:
         self._lines: dict[str, _Line] = {}
+        self._console = console
         self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=8)
 
     def __enter__(self) -> Self:
@@ -134,13 +137,15 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
     def _draw(self) -> Group:
-        table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True, style="bold")
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True, max_width=24, overflow="ellipsis")
-        table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
-        for run, line in list(self._lines.items()):
-            table.add_row(Text(run), *line.cells())
+        lines = list(self._lines.items())
+        label = max((len(run) for run, _ in lines), default=0)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for width in (label, BAR + 6, DOING):
+            table.add_column(no_wrap=True, width=width, overflow="ellipsis")
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        room = max(10, self._console.width - label - BAR - 6 - DOING - 6)
+        for run, line in lines:
+            table.add_row(Text(run, "bold"), *line.cells(room))
         return Group(table)
 
     def begin(self, run: str, steps: Sequence[str]) -> None:

@@ -117,7 +117,7 @@ def agent_workflow(question: Question, picture: Picture, letters: Picture, tool_
     embed = w.step("embed.text", id="embed", inputs={"texts": [question.text]})
     search = w.step("search.vector", id="search", params={"index": INDEX, "k": 2}, inputs={"vectors": embed})
     prompt = _fill(w, "prompt", PROMPT, documents=search["documents"][0], question=question.text)
-    answer = w.step("llm.generate", id="answer", params={"max_tokens": 48}, inputs={"prompt": prompt})
+    answer = w.step("llm.generate", id="answer", params={"max_tokens": 40}, inputs={"prompt": prompt})
     post = {"url": tool_url, "method": "POST"}
     tool = w.step("tool.http", id="tool", params=post, inputs={"json": {"text": answer["text"]}})["json"]
     program, result = _program(w, question)
@@ -125,7 +125,7 @@ def agent_workflow(question: Question, picture: Picture, letters: Picture, tool_
     read = w.step("image.text", id="letters", inputs={"image": letters.content})["text"]
     said: dict[str, Reference | str] = {"result": result, "task": question.task, "unit": question.unit}
     notes = _fill(w, "notes", NOTES, answer=answer["text"], **said)
-    summary = w.step("llm.generate", id="summary", params={"max_tokens": 56}, inputs={"prompt": notes})["text"]
+    summary = w.step("llm.generate", id="summary", params={"max_tokens": 40}, inputs={"prompt": notes})["text"]
     told = {"label": seen, "letters": read, "words": tool["words"], "seconds": tool["seconds"]}
     report = _fill(w, "report", REPORT, summary=summary, **told, **said)
     outputs = {
@@ -147,7 +147,7 @@ def _fill(w: WorkflowBuilder, step: str, template: str, **values: Reference | st
 def _program(w: WorkflowBuilder, question: Question) -> tuple[Reference, Reference]:
     """The model's program, run as it is, and what the fixed one printed, which judges it and gives the result in any case."""
     ask = f"Write a short Python program that prints {question.task}. Reply with code only."
-    params = {"max_tokens": 72, "stop": ["\n```"]}
+    params = {"max_tokens": 64, "stop": ["\n```"]}
     draft = w.step("llm.generate", id="draft", params=params, inputs={"prompt": ask})
     program = _fill(w, "program", PROGRAM, text=draft["text"])
     trial = w.step("code.python", id="trial", params={"check": False, "timeout_s": 5.0}, inputs={"code": program})
@@ -162,4 +162,4 @@ def one_at_a_time(workflow: Workflow) -> Workflow:
     for i in range(1, len(steps)):
         after = (*steps[i].after, steps[i - 1].id)
         steps[i] = msgspec.structs.replace(steps[i], after=tuple(dict.fromkeys(after)))
-    return msgspec.structs.replace(workflow, steps=tuple(steps))
+    return msgspec.structs.replace(workflow, name=f"{workflow.name}, one step at a time", steps=tuple(steps))
