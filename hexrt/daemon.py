@@ -136,6 +136,7 @@ class Daemon:
     # --- while it runs ------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
+        self._loop.set_exception_handler(self._on_loop_error)
         self.recover()
         self.server.start(self._listener)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -189,6 +190,12 @@ class Daemon:
         log.critical("the store failed, stopping: %s", error)
         self.failure = error
         self.stop(False)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error in a callback that nobody caught is a bug of ours: the state may be half changed, so nothing goes on with it."""
+        error = context.get("exception")
+        log.critical("%s", context.get("message"), exc_info=error)
+        self._bug(error if isinstance(error, Exception) else RuntimeError(str(context.get("message"))))
 
     def _bug(self, error: Exception) -> None:
         self.failure = error

@@ -22,6 +22,8 @@ from hexrt.protocol.messages import FromDaemon, Refused
 READ_BYTES = 1 << 16
 READ_ON_BYTES = 1 << 20  # in the middle of a large frame
 STALLED_SWEEPS = 3
+TOGETHER_S = 0.001
+"""How long an answer waits for the one that is to follow it: a short run then wakes its client once."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -99,8 +101,11 @@ class Connection:
         if broken is not None and not self.ending:
             self._on_bad_frame(broken)
 
-    def answer(self, message: FromDaemon, then: Callable[[], object] | None = None) -> None:
-        """Sends a message that some request waits for; `then` is called once it is encoded, perhaps later. Does nothing once it ends."""
+    def answer(self, message: FromDaemon, then: Callable[[], object] | None = None, more_follows: bool = False) -> None:
+        """Sends a message that some request waits for; `then` is called once it is encoded, perhaps later. Does nothing once it ends.
+
+        With `more_follows` it may go out together with the next one, within TOGETHER_S.
+        """
         if self.closed or self.ending:
             return
         if self._held or not self._can_take():
@@ -108,7 +113,7 @@ class Connection:
                 self._held.append((message, then))
                 self._pause()
             return
-        self._append(message)
+        self._append(message, more_follows)
         if then is not None:
             then()
 
@@ -121,7 +126,7 @@ class Connection:
         elif not self.closed:
             self._abandon("the client does not read what it watches")
 
-    def _append(self, message: FromDaemon) -> None:
+    def _append(self, message: FromDaemon, more_follows: bool = False) -> None:
         at = len(self._unsent)
         self._unsent += b"\0\0\0\0"
         try:
@@ -139,7 +144,9 @@ class Connection:
             _encoder.encode_into(Refused(number, error.record()), self._unsent, -1)
             size = len(self._unsent) - at - 4
         HEADER.pack_into(self._unsent, at, size)
-        if not self._flush_due and not self._writing:
+        if more_follows:
+            self._loop.call_later(TOGETHER_S, self._flush)
+        elif not self._flush_due and not self._writing:
             self._flush_due = True
             self._loop.call_soon(self._flush)
 

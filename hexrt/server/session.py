@@ -126,7 +126,7 @@ class Session:
         if follow == "none":
             self._answer(m.Accepted(number, run))
             return
-        self.connection.answer(m.Accepted(number, run))
+        self.connection.answer(m.Accepted(number, run), more_follows=follow == "result")
         if follow == "result":
             self._wait(number, self._backend.result(self.peer, run, True))
         else:
