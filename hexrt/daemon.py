@@ -45,6 +45,7 @@ from hexrt.server.connection import ConnectionLimits
 from hexrt.server.listen import Listener, bind, inherited
 from hexrt.server.server import Server, ServerLimits
 from hexrt.workflow.check import GraphLimits, check_in_slices, check_workflow
+from hexrt.workflow.ports import OpFacts
 
 log = logging.getLogger("hexrtd")
 
@@ -61,6 +62,7 @@ class Daemon:
         self._clock = SystemClock()
         self._stop: asyncio.Future[bool] = self._loop.create_future()
         self.failure: BaseException | None = None
+        self._facts: dict[str, OpFacts] = {}
         self._listener = listener
         self.store = Store(directory, self._committed, self._store_failed, self._loop.call_soon_threadsafe)
         self.cost = CostModel()
@@ -73,7 +75,7 @@ class Daemon:
         self.brain = Brain(self.table, self.cost, engines)
         self.service = Service(
             self._loop, self.table, self.brain, self.store, self._clock, config.limits, config.daemon.admin_gids,
-            lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), self.stop,
+            lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s, self._facts), self.stop,
         )  # fmt: skip
         self.server = Server(self.service, self._server_limits(), self._bug)
 

@@ -97,7 +97,8 @@ class Brain:
         """One turn: takes over what became ready, places what can be placed, and passes on what must stop."""
         table, out = self.table, Commands()
         for run in table.submitted:
-            self._rank(run)
+            if len(run.steps) > 1:
+                self._rank(run)
         table.submitted.clear()
         for task in table.fresh:
             self._queue(task)

@@ -55,9 +55,16 @@ def check_workflow(
 
 
 def check_in_slices(
-    workflow: Workflow, ops: Mapping[str, OpSpec], limits: GraphLimits, default_timeout_s: float
+    workflow: Workflow,
+    ops: Mapping[str, OpSpec],
+    limits: GraphLimits,
+    default_timeout_s: float,
+    facts: dict[str, OpFacts] | None = None,
 ) -> Generator[None, None, TaskGraph]:
-    """The same, yielding every few hundred steps or megabyte of literals; the return value is the graph."""
+    """The same, yielding every few hundred steps or megabyte of literals; the return value is the graph.
+
+    `facts` is filled with what is worked out about the ops, and spares the next check of the same ops that work.
+    """
     steps = workflow.steps
     if not steps:
         raise BadRequest("a workflow needs at least one step", "steps")
@@ -68,7 +75,9 @@ def check_in_slices(
     index = {step.id: i for i, step in enumerate(steps)}
     if len(index) < len(steps):
         raise _duplicate(steps)
-    checker = _Checker(ops, limits, index, workflow.priority, _ns(default_timeout_s, "default_timeout_s"))
+    checker = _Checker(
+        ops, limits, index, workflow.priority, _ns(default_timeout_s, "default_timeout_s"), {} if facts is None else facts
+    )  # fmt: skip
     deadline_ns = 0 if workflow.deadline_s is None else _ns(workflow.deadline_s, "deadline_s")
     nodes: list[Node] = []
     for i, step in enumerate(steps):
@@ -96,7 +105,7 @@ class _Checker:
     index: Mapping[str, int]
     priority: int
     timeout_ns: int
-    facts: dict[str, OpFacts] = field(default_factory=dict)
+    facts: dict[str, OpFacts]
     reader: PortReader = field(init=False)
     bytes: int = 0
     tasks: int = 0
