@@ -36,6 +36,7 @@ from hexrt.events import Recovered
 from hexrt.ops.registry import load_ops
 from hexrt.ops.spec import OpSpec
 from hexrt.protocol.host import VERSION, Hello
+from hexrt.runtime.answers import ended_of_lost
 from hexrt.runtime.fleet import Fleet
 from hexrt.runtime.service import Service
 from hexrt.runtime.state import RunTable
@@ -99,6 +100,9 @@ class Daemon:
         """Replays what the store has; what was in flight when the last daemon stopped is settled by one Recovered."""
         for event in self.store.replay():
             self.table.apply(event)
+        for damage in self.store.damaged:
+            if damage.step < 0:
+                self.store.close_run(ended_of_lost(damage.run, damage.uid, self._clock.wall_ns()))
         if self.table.runs:
             self.service.owner.post(Recovered(self._clock.wall_ns(), self._clock.now_ns()))
 

@@ -156,3 +156,23 @@ def test_nothing_of_a_run_without_durability_is_on_disk(tmp_path: Path) -> None:
     with Running(tmp_path) as daemon, daemon.client() as client:
         client.run(Workflow((StepSpec("a", "noop", inputs={"value": secret}),)), "none").check()  # type: ignore[arg-type]
     assert not any(secret.encode() in p.read_bytes() for p in daemon.state.rglob("*") if p.is_file())
+
+
+def test_a_run_whose_stored_workflow_is_lost_ends_by_name_and_the_others_go_on(tmp_path: Path) -> None:
+    big = StepSpec("big", "noop", inputs={"value": b"x" * 200_000})
+    asleep = StepSpec("asleep", "map.python", {"function": "tests.hostile:sleep_for_ever"}, idempotent=True)
+    daemon = Running(tmp_path).start()
+    with daemon.client() as client:
+        lost = client.submit(Workflow((big, asleep)))
+        kept = client.submit(Workflow((asleep,)))
+    daemon.kill()
+    blobs = [p for p in (daemon.state / "blobs").rglob("*") if p.is_file()]
+    assert blobs
+    for blob in blobs:
+        blob.write_bytes(b"damaged")
+    for _ in range(2):  # the second start finds it settled
+        with daemon.start(), daemon.client() as client:
+            outcome = client.result(lost)
+            assert outcome.state is RunState.FAILED and "submit it again" in outcome.errors["run"].message
+            assert client.status(kept).summary.state is RunState.RUNNING
+            daemon.kill()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from hexrt.core import TaskState
+from hexrt.core import Durability, RunState, TaskState
 from hexrt.errors import ErrorRecord, HexrtError
 from hexrt.protocol.messages import (
     AttemptRecord,
@@ -91,6 +91,14 @@ def ended_of(run: Run) -> EndedRun:
     return EndedRun(
         summary_of(run, run.ended_ns), *outputs_of(run), tuple(step_status(s) for s in run.steps), timeline_of(run)
     )
+
+
+def ended_of_lost(run: bytes, uid: int, wall_ns: int) -> EndedRun:
+    """What can still be said of a run whose workflow could not be read back from the disk."""
+    error = ErrorRecord("unavailable", "the stored workflow is lost or damaged: submit it again", "run")
+    summary = RunSummary(run, "lost", uid, RunState.FAILED, wall_ns, 0.0, 0, 0, Durability.SYNC, error)
+    timeline = RunTimeline(0, run, "lost", RunState.FAILED, 0, wall_ns, 1, (), (), ())
+    return EndedRun(summary, {}, {"run": error}, (), timeline)
 
 
 def result_of_ended(ended: EndedRun) -> RunResult:

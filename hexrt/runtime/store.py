@@ -181,7 +181,8 @@ class Store:
         except LostBlob as error:
             fact = away.fact
             step, part = (fact.step, fact.part) if isinstance(fact, Finished) else (-1, 0)
-            self.damaged.append(Damage(fact.run, step, part, str(error)))
+            uid = fact.uid if isinstance(fact, Submitted) else -1
+            self.damaged.append(Damage(fact.run, step, part, str(error), uid))
             what = f"the output of step {step}, part {part}" if step >= 0 else "the submitted workflow"
             log.error("run %s: %s is lost: %s", fact.run.hex(), what, error)
             return None

@@ -43,6 +43,7 @@ class Damage(msgspec.Struct, frozen=True):
     step: int
     part: int
     reason: str
+    uid: int = -1  # of the run, where the workflow is lost
 
 
 class Blob(msgspec.Struct, frozen=True, array_like=True, gc=False):
