@@ -2,7 +2,7 @@
 #
 #   PYTHON=...          the Python to build .venv with (3.11 or 3.12)
 #   VARIANT=...         cpu, cuda12 or cuda13, where the driver's word is not to be taken
-#   TORCH_CPU_INDEX=... where the CPU build of torch is, if the configured package index has none
+#   TORCH_CPU_INDEX=... an index that has the CPU build of torch, if the configured one brings the CUDA build
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -31,7 +31,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 EXTRAS := $(VARIANT),llm,demo,test,lint
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_CPU_INDEX ?=
 INSTALLED := $(VENV)/.installed-$(VARIANT)
 MODELS := .models/.prepared
 TRACE_PROCESSOR := .models/trace-processor/trace_processor.wasm
@@ -112,7 +112,7 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefil
 	if [[ $(VARIANT) == cpu ]]; then
 		constraint=(-c constraints-cpu.txt)
 		$(PIP) install -q 'torch==$(TORCH)+cpu' 2>/dev/null \
-			|| $(PIP) install -q --index-url $(TORCH_CPU_INDEX) 'torch==$(TORCH)+cpu' \
+			|| { [[ -n "$(TORCH_CPU_INDEX)" ]] && $(PIP) install -q --index-url "$(TORCH_CPU_INDEX)" 'torch==$(TORCH)+cpu'; } \
 			|| $(PIP) install -q 'torch==$(TORCH)'
 	else
 		constraint=()

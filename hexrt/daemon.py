@@ -27,7 +27,7 @@ from hexrt.brain.engines import Engines, ModelSource
 from hexrt.brain.view import Device
 from hexrt.cli.settings import live_changes, load_config, socket_path, state_dir
 from hexrt.clock import SystemClock
-from hexrt.config import Config
+from hexrt.config import Config, Model
 from hexrt.core import DeviceKind
 from hexrt.devices.body import Bodies
 from hexrt.devices.io import IoDevice
@@ -70,7 +70,7 @@ class Daemon:
         self._load_cost()
         self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), config.limits.max_tasks)  # fmt: skip
         engines = Engines(
-            {name: ModelSource(self._model_path(m.path), m.dtype) for name, m in config.models.items()},
+            {name: ModelSource(self._model_path(m.path), m.dtype) for name, m in self._models().items()},
             config.cpu.arena_mib << 20, config.cpu.token_budget, config.cpu.passes,
         )  # fmt: skip
         self.brain = Brain(self.table, self.cost, engines)
@@ -90,6 +90,13 @@ class Daemon:
 
     def _models_dir(self) -> str:
         return os.path.abspath(self.config.daemon.models_dir or self._directory / "models")
+
+    def _models(self) -> Mapping[str, Model]:
+        """The models of the config; where it names none, every model folder of models_dir by its name."""
+        if self.config.models:
+            return self.config.models
+        found = sorted(p.parent for p in Path(self._models_dir()).glob("*/model.safetensors") if (p.parent / "tokenizer.json").is_file())  # fmt: skip
+        return {folder.name: Model(folder.name) for folder in found}
 
     def _model_path(self, path: str) -> str:
         return os.path.join(self._models_dir(), path)
@@ -125,7 +132,7 @@ class Daemon:
         settings: dict[str, Any] = {
             "ops": config.ops,
             "max_output_bytes": config.limits.max_output_mib << 20,
-            "models": {n: {"path": self._model_path(m.path), "dtype": m.dtype} for n, m in config.models.items()},
+            "models": {n: {"path": self._model_path(m.path), "dtype": m.dtype} for n, m in self._models().items()},
             "cpu": msgspec.to_builtins(config.cpu),
             "npu": msgspec.to_builtins(config.npu),
         }
