@@ -1,12 +1,15 @@
-"""The pieces of the demo that stand alone: its tool, its programs, its report."""
+"""The demo: its tool, its programs, its views and report alone, and the whole of it for one question."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import tomllib
+from pathlib import Path
 
 import httpx
 import pytest
@@ -23,6 +26,9 @@ from hexrt.errors import Disconnected, ErrorRecord
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.messages import AttemptRecord, RunTimeline, Update
 from hexrt.workflow.check import GraphLimits, check_workflow
+from tests.trace_reader import ERRORS, opened
+
+MODELS = Path(__file__).parents[1] / ".models"
 
 
 def judged(question: Question, stdout: str, exit_code: int = 0, stderr: str = "") -> dict[str, object]:
@@ -147,3 +153,48 @@ def test_a_daemon_that_cannot_start_is_reported_with_its_reason_and_leaves_nothi
     with pytest.raises(Disconnected, match="nonsense"), daemon:
         pytest.fail("it started")
     assert not daemon.socket.parent.exists()
+
+
+def hexrt_demo(*arguments: str, temporary: str = "/tmp") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hexrt.cli.main", "demo", *arguments]
+    environ = os.environ | {"TMPDIR": temporary}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "status"),
+    [
+        (("--questions", "0"), "0 is not in the range 1<=x<=12", 2),
+        (("--models-dir", "/nowhere"), "there is no corpus in /nowhere: run `make setup`", 6),
+        (("--pictures", "/nowhere"), "there are no pictures in /nowhere", 6),
+        (("--trace-out", "/proc/no/trace"), "/proc/no cannot be made", 2),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_starts(arguments: tuple[str, ...], said: str, status: int) -> None:
+    done = hexrt_demo(*arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(400)
+def test_one_agent_runs_every_kind_of_step_and_leaves_only_the_trace(tmp_path: Path) -> None:
+    if not (MODELS / "smollm2-135m").is_dir():
+        pytest.skip("the models are not prepared: run `make setup`")
+    trace = tmp_path / "demo.pftrace"
+    with tempfile.TemporaryDirectory() as temporary:  # short enough for a socket's path
+        arguments = ("--questions", "1", "--documents", "20", "--json", "--trace-out", str(trace))
+        done = hexrt_demo(*arguments, temporary=temporary)
+        assert list(Path(temporary).iterdir()) == []
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["problems"] == []
+    (answer,) = told["answers"]
+    assert answer["found"] == "Mount Everest" and "Everest" in answer["answer"]
+    assert answer["tool"]["words"] == readability(answer["answer"])["words"]
+    assert {step["op"] for step in told["steps"]} == {
+        "embed.text", "search.vector", "text.template", "llm.generate", "tool.http", "code.python", "image.encode", "image.text",
+    }  # fmt: skip
+    assert {step["state"] for step in told["steps"]} == {"done"} and told["whole"]["ratio"] > 0
+    with opened(trace) as query:
+        assert query(ERRORS) == []
+        assert query("select count(*) as n from slice where category = 'step'") == [{"n": 2 * len(told["steps"])}]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,46 +18,18 @@ from hexrt.core import RunState
 from hexrt.errors import BadRequest
 from hexrt.protocol.messages import AttemptRecord, RunTimeline
 from hexrt.tracing.layout import Slice, lanes, lay_out
+from tests.trace_reader import ERRORS, Query, opened
 
-TOOLS = Path(__file__).parent / "tools"
 MS = 1_000_000
 BASE = 5_000_000_000
 WALL = 1_700_000_000_000_000_000
-Query = Callable[[str], list[dict[str, Any]]]
-
-
-def fetched_folder() -> Path | None:
-    spec = importlib.util.spec_from_file_location("fetch_trace_processor", TOOLS / "fetch_trace_processor.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.TARGET if module.is_complete(module.TARGET) else None
 
 
 @pytest.fixture
-def open_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Query]]:
-    folder = fetched_folder()
-    if folder is None or shutil.which("node") is None:
-        what = "the trace processor is not here: run `make setup` (it needs node and npm)"
-        pytest.fail(what) if os.environ.get("CI") else pytest.skip(what)
-    monkeypatch.setenv("TP_WASM_DIR", str(folder))
-    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
-
-    opened: list[TraceProcessor] = []
-
-    def open_(path: Path) -> Query:
-        config = TraceProcessorConfig(bin_path=str(TOOLS / "trace_processor_shell"))
-        processor = TraceProcessor(trace=str(path), config=config)
-        opened.append(processor)
-
-        def query(sql: str) -> list[dict[str, Any]]:
-            return [dict(row.__dict__) for row in processor.query(sql)]
-
-        return query
-
-    yield open_
-    for processor in opened:
-        processor.close()
+def open_trace() -> Iterator[Callable[[Path], Query]]:
+    """Opens traces that are closed when the test ends."""
+    with ExitStack() as stack:
+        yield lambda path: stack.enter_context(opened(path))
 
 
 def attempt(step: int, part: int = 0, **fields: Any) -> AttemptRecord:
@@ -97,9 +68,6 @@ def agent() -> RunTimeline:
             attempt(3, ready=30, placed=31, start=33, end=50, attempt=2),
         ],
     )
-
-
-ERRORS = "select name, value, severity from stats where value != 0 and severity in ('error', 'data_loss')"
 
 
 def written(timelines: Any, path: Path) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from hexrt.cli.demo_run import Finished, run_one, run_several
 from hexrt.cli.demo_tool import LocalTool
 from hexrt.cli.demo_view import LiveView, PlainView, View
 from hexrt.cli.demo_workflow import (
+    Document,
+    Picture,
     agent_workflow,
     corpus_workflow,
     one_at_a_time,
@@ -35,7 +38,7 @@ from hexrt.cli.demo_workflow import (
     warm_up_workflow,
 )
 from hexrt.client import AsyncClient
-from hexrt.errors import Disconnected, TaskFailed
+from hexrt.errors import BadRequest, Disconnected, TaskFailed
 from hexrt.tracing.perfetto import TraceSummary, write_trace
 from hexrt.workflow.model import Workflow
 
@@ -46,9 +49,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class Options:
     questions: Sequence[Question]
     agents: int
-    documents: int
+    documents: Sequence[Document]
+    pictures: Sequence[Picture]
     models: Path
-    pictures: Path
     trace: Path
     compare: bool
     log: Path | None
@@ -58,7 +61,6 @@ class Options:
 class Results:
     together: list[Finished]
     one_by_one: list[Finished]
-    documents: int
     prepare_s: float
 
 
@@ -102,36 +104,38 @@ def config_tables(models: Path, tool_host: str) -> dict[str, Mapping[str, object
 
 def agents(options: Options, tool_url: str) -> list[tuple[str, Workflow]]:
     """One workflow for each question, each with a picture of its own as far as there are enough."""
-    pictures = read_pictures(options.pictures)
-    letters = [p for p in pictures if p.has_text] or pictures
-    plain = [p for p in pictures if not p.has_text] or pictures
+    letters = [p for p in options.pictures if p.has_text] or options.pictures
+    plain = [p for p in options.pictures if not p.has_text] or options.pictures
     return [
         (q.title, agent_workflow(q, plain[i % len(plain)], letters[i % len(letters)], tool_url))
         for i, q in enumerate(options.questions)
     ]
 
 
-async def carry_out(
-    options: Options, daemon: DemoDaemon, tool: LocalTool, new_view: Callable[[], View], say: Callable[[str], None]
-) -> Results:
-    """All runs of the demo. Raises TaskFailed where the preparation failed."""
+async def prepare(client: AsyncClient, options: Options, new_view: Callable[[], View]) -> None:
+    """Builds the index and warms the devices up. Raises TaskFailed, naming a step that failed."""
+    pool = [device.name for device in await client.devices() if device.kind == "pool"]
+    letters = next((p for p in options.pictures if p.has_text), options.pictures[0])
+    warm_up = warm_up_workflow(pool, options.pictures[0], letters)
+    with new_view() as view:
+        runs = await run_several(
+            client, [("corpus", corpus_workflow(options.documents)), ("warm up", warm_up)], 2, view
+        )
+    if found := [line for run in runs for line in run.problems()]:
+        more = f" (and {len(found) - 1} more)" if found[1:] else ""
+        raise TaskFailed(found[0] + more, "preparation")
+
+
+async def carry_out(options: Options, daemon: DemoDaemon, tool: LocalTool, new_view: Callable[[], View], say: Callable[[str], None]) -> Results:  # fmt: skip
+    """All runs of the demo."""
     clock = asyncio.get_running_loop().time
     workflows = agents(options, tool.url)
-    documents = read_corpus(options.models, options.documents, [q.title for q in options.questions])
     async with AsyncClient(daemon.socket) as client:
         began = clock()
-        pool = [device.name for device in await client.devices() if device.kind == "pool"]
-        say(f"hexrtd runs, its devices start; {len(documents)} documents go into an index")
-        pictures = read_pictures(options.pictures)
-        warm_up = warm_up_workflow(pool, pictures[0], next((p for p in pictures if p.has_text), pictures[0]))
-        with new_view() as view:
-            prepared = await run_several(
-                client, [("corpus", corpus_workflow(documents)), ("warm up", warm_up)], 2, view
-            )
-        if problems := [line for run in prepared for line in run.problems()]:
-            raise TaskFailed("; ".join(problems), "preparation")
+        say(f"hexrtd runs, its devices start; {len(options.documents)} documents go into an index")
+        await prepare(client, options, new_view)
         prepare_s = clock() - began
-        say(f"{len(workflows)} agents, {min(options.agents, len(workflows))} at once")
+        say(f"agents: {len(workflows)}, at most {min(options.agents, len(workflows))} at once")
         with new_view() as view:
             together = await run_several(client, workflows, options.agents, view)
         one_by_one: list[Finished] = []
@@ -140,7 +144,7 @@ async def carry_out(
             with new_view() as view:
                 for label, workflow in workflows:
                     one_by_one.append(await run_one(client, label, one_at_a_time(workflow), view))
-    return Results(together, one_by_one, len(documents), prepare_s)
+    return Results(together, one_by_one, prepare_s)
 
 
 def problems(results: Results) -> list[str]:
@@ -162,7 +166,7 @@ def as_object(options: Options, results: Results, comparison: Comparison, trace:
     pairs = list(zip(options.questions, results.together, strict=True))
     return {
         "answers": [{"question": q.text, "run": r.outcome.run.hex(), **r.outcome.outputs} for q, r in pairs],
-        "documents": results.documents,
+        "documents": len(options.documents),
         "prepare_s": results.prepare_s,
         "steps": as_json([t for r in results.together for t in step_times(r.label, r.timeline)]),
         "whole": comparison.as_json(),
@@ -185,6 +189,16 @@ def show(
     )
 
 
+def make_room(trace: Path) -> None:
+    """Makes the trace's folder. Raises BadRequest where it cannot be had, so that no long run ends in that."""
+    try:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadRequest(f"{trace.parent} cannot be made: {error.strerror}", "--trace-out") from error
+    if not os.access(trace.parent, os.W_OK):
+        raise BadRequest(f"{trace.parent} cannot be written to", "--trace-out")
+
+
 def go(options: Options, as_json_object: bool, full: bool) -> int:
     """The whole demo on the main thread. Returns the exit status."""
     console = Console(stderr=as_json_object)
@@ -200,9 +214,7 @@ def go(options: Options, as_json_object: bool, full: bool) -> int:
             results = asyncio.run(carry_out(options, daemon, tool, new_view, say))
         except Disconnected as error:
             raise Disconnected(f"{error.message}; its last words: {daemon.last_words()}") from error
-    timelines = [run.timeline for run in (*results.together, *results.one_by_one)]
-    options.trace.parent.mkdir(parents=True, exist_ok=True)
-    trace = write_trace(timelines, options.trace)
+    trace = write_trace([run.timeline for run in (*results.together, *results.one_by_one)], options.trace)
     comparison = compare([r.timeline for r in results.together], [r.timeline for r in results.one_by_one])
     if as_json_object:
         print(json.dumps(as_object(options, results, comparison, trace), indent=1, ensure_ascii=False))
@@ -210,7 +222,7 @@ def go(options: Options, as_json_object: bool, full: bool) -> int:
         show(console, options, results, comparison, trace, full)
     found = problems(results)
     for line in found:
-        print(f"hexrt demo: {line}", file=sys.stderr)
+        print(f"hexrt: {line}", file=sys.stderr)
     return 1 if found else 0
 
 
@@ -235,16 +247,11 @@ def demo(count: int, agents: int, documents: int, models_dir: Path, pictures_dir
     Starts a hexrtd of its own and stops it again; --socket is not looked at. Ends with 0 if every step ended well and every answer has
     text, else with 1.
     """
-    options = Options(
-        QUESTIONS[:count],
-        agents,
-        documents,
-        models_dir.absolute(),
-        pictures_dir,
-        trace_out.absolute(),
-        compare_too,
-        daemon_log,
-    )
+    make_room(trace_out.absolute())
+    questions = QUESTIONS[:count]
+    corpus = read_corpus(models_dir, documents, [q.title for q in questions])
+    pictures = read_pictures(pictures_dir)
+    options = Options(questions, agents, corpus, pictures, models_dir.absolute(), trace_out.absolute(), compare_too, daemon_log)  # fmt: skip
     try:
         with stopping_in_order():
             return go(options, as_json_object, all_steps)

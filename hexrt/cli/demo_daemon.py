@@ -71,6 +71,8 @@ class DemoDaemon:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("HEXRT_")}
         notify = self._directory / "notify"
         self._manager.bind(os.fspath(notify))
+        temporary = self._directory / "tmp"
+        temporary.mkdir()
         with open(self._log, "wb") as log:
             command = [sys.executable, "-m", "hexrt.daemon", "--config", str(config), "--socket", str(self.socket)]
             command += ["--state-dir", str(self._directory / "state")]
@@ -79,7 +81,7 @@ class DemoDaemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environ | {"NOTIFY_SOCKET": str(notify)},
+                env=environ | {"NOTIFY_SOCKET": str(notify), "TMPDIR": str(temporary)},
                 process_group=0,  # Ctrl-C in the terminal is the demo's, which then stops the daemon in order
                 preexec_fn=_die_with_parent,
             )

@@ -147,7 +147,7 @@ def _fill(w: WorkflowBuilder, step: str, template: str, **values: Reference | st
 def _program(w: WorkflowBuilder, question: Question) -> tuple[Reference, Reference]:
     """The model's program, run as it is, and what the fixed one printed, which judges it and gives the result in any case."""
     ask = f"Write a short Python program that prints {question.task}. Reply with code only."
-    params = {"max_tokens": 64, "stop": ["\n```"]}
+    params = {"max_tokens": 72, "stop": ["\n```"]}
     draft = w.step("llm.generate", id="draft", params=params, inputs={"prompt": ask})
     program = _fill(w, "program", PROGRAM, text=draft["text"])
     trial = w.step("code.python", id="trial", params={"check": False, "timeout_s": 5.0}, inputs={"code": program})
