@@ -34,9 +34,9 @@ PASSED_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "HEXRT_HOST_
 
 
 def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a host process sees of the daemon's environment; hubs are shut off, since nothing is downloaded at run time."""
+    """What a host process sees of the daemon's environment; hubs and ONNX Runtime's telemetry are shut off: nothing leaves the machine."""
     kept = {k: v for k, v in environ.items() if k in PASSED_ON or k.startswith(PASSED_PREFIXES)}
-    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": environ.get("PYTHONDONTWRITEBYTECODE", "")}  # fmt: skip
+    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "ORT_DISABLE_TELEMETRY": "1", "PYTHONDONTWRITEBYTECODE": environ.get("PYTHONDONTWRITEBYTECODE", "")}  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
