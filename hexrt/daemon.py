@@ -49,6 +49,7 @@ from hexrt.workflow.check import GraphLimits, check_in_slices, check_workflow
 from hexrt.workflow.ports import OpFacts
 
 log = logging.getLogger("hexrtd")
+SAVE_S = 30.0
 
 
 class Daemon:
@@ -64,9 +65,11 @@ class Daemon:
         self._stop: asyncio.Future[bool] = self._loop.create_future()
         self.failure: BaseException | None = None
         self._facts: dict[str, OpFacts] = {}
+        self._saving: asyncio.TimerHandle | None = None
         self._listener = listener
         self.store = Store(directory, self._committed, self._store_failed, self._loop.call_soon_threadsafe)
         self.cost = CostModel()
+        self._saved_cost = self.store.load("cost") or b""
         self._load_cost()
         self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), config.limits.max_tasks)  # fmt: skip
         engines = Engines(
@@ -138,8 +141,16 @@ class Daemon:
         }
         return Hello(VERSION, epoch, device, str(self._directory), self._models_dir(), settings)
 
+    def _save_cost(self) -> None:
+        """What was learnt since the last time, now and then: a killed daemon loses little of it."""
+        learnt = self.cost.dump()
+        if learnt != self._saved_cost:
+            self._saved_cost = learnt
+            self.store.save("cost", learnt)
+        self._saving = self._loop.call_later(SAVE_S, self._save_cost)
+
     def _load_cost(self) -> None:
-        saved = self.store.load("cost")
+        saved = self._saved_cost
         if saved:
             try:
                 self.cost.load(saved)
@@ -159,6 +170,7 @@ class Daemon:
         log.info("ready on %s", self._listener.path or "an inherited socket")
         self.start_hosts()
         self.service.resume()
+        self._save_cost()
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
@@ -173,7 +185,7 @@ class Daemon:
             log.info("stopping; running steps have %g s to end", self.config.daemon.drain_s)
             self.stop(True)
         else:
-            self.service.hurry = True
+            self.service.hurry()
 
     def stop(self, drain: bool) -> None:
         if not self._stop.done():
@@ -220,7 +232,8 @@ class Daemon:
         if fleet is not None:
             await fleet.close()
         self.service.close()
-        if self.failure is None:
+        if self._saving is not None:
+            self._saving.cancel()
             self.store.save("cost", self.cost.dump())
         self.store.close()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hexrt.brain.decide import Brain
+from hexrt.brain.decide import SHORT_NS, Brain
 from hexrt.brain.engines import Engines
 from hexrt.brain.view import Device
 from hexrt.clock import Clock
@@ -47,6 +47,7 @@ class Member:
     program: str  # "" for io
     link: HostLink | IoDevice
     failed_starts: int = 0
+    respawn: asyncio.TimerHandle | None = None
     died_of: dict[int, ErrorRecord] = field(default_factory=dict)  # why we killed it, by command
     stopping: dict[int, int] = field(default_factory=dict)  # command -> when it was told to stop
 
@@ -73,7 +74,6 @@ class Fleet:
         self._epoch = first_epoch
         self._members: dict[str, Member] = {}
         self._closing = False
-        self._respawns: set[asyncio.TimerHandle] = set()
 
     # --- lives --------------------------------------------------------------------------------------------------
 
@@ -116,10 +116,7 @@ class Fleet:
             device.lost = f"its host could not be started {STARTS} times: {reason}"
             return
         delay = 0.0 if killed or was_ready else 0.2 * 2**member.failed_starts
-        self._respawns.add(handle := self._loop.call_later(delay, lambda: self._respawn(member)))
-        self._respawns = {
-            h for h in self._respawns if (not h.cancelled() and h.when() >= self._loop.time()) or h is handle
-        }
+        member.respawn = self._loop.call_later(delay, self._respawn, member)
 
     def _respawn(self, member: Member) -> None:
         if not self._closing:
@@ -249,7 +246,8 @@ class Fleet:
                     self._kill(member, command, timed_out(task))
                 continue
             for command, task in list(device.window.items()):
-                if task.state == TaskState.RUNNING and now_ns - task.start_ns > task.step.node.timeout_ns:
+                since_ns = task.start_ns if task.state == TaskState.RUNNING else task.placed_ns
+                if (task.state == TaskState.RUNNING or task.predicted_ns < SHORT_NS) and now_ns - since_ns > task.step.node.timeout_ns:  # fmt: skip
                     self._time_out(member, command, task, now_ns)
 
     def _time_out(self, member: Member, command: int, task: Task, now_ns: int) -> None:
@@ -270,9 +268,9 @@ class Fleet:
     async def close(self) -> None:
         """Ends every host and waits until none is left."""
         self._closing = True
-        for handle in self._respawns:
-            handle.cancel()
         for member in self._members.values():
+            if member.respawn is not None:
+                member.respawn.cancel()
             if isinstance(member.link, IoDevice):
                 await member.link.close()
             else:

@@ -49,6 +49,7 @@ class Owner:
         self._due = False
         self._gated: deque[tuple[int, Callable[[], None]]] = deque()
         self.fleet: Fleet | None = None
+        self.when_still: Callable[[], None] | None = None  # called once when nothing is in flight
         self.turns = 0
 
     def post(self, event: Event) -> None:
@@ -107,6 +108,9 @@ class Owner:
         for run in table.ended:
             self._end(run)
         table.ended.clear()
+        if self.when_still is not None and not any(run.in_flight for run in table.runs.values()):
+            act, self.when_still = self.when_still, None
+            act()
 
     def _apply(self, event: Event, kept: list[Event]) -> None:
         self._table.apply(event)

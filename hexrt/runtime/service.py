@@ -88,7 +88,7 @@ class Service:
         self._tick: asyncio.TimerHandle | None = None
         self._submitting = 0
         self.draining = False
-        self.hurry = False  # drain no longer
+        self._still: asyncio.Future[None] | None = None
         self._started_ns = clock.now_ns()
 
     # --- submission ---------------------------------------------------------------------------------------------
@@ -184,7 +184,9 @@ class Service:
 
     async def _settled(self, run: Run) -> None:
         """Waits until what is known of the run now may be shown."""
-        gate = self.owner.gate_of(run)
+        await self._on_disk(self.owner.gate_of(run))
+
+    async def _on_disk(self, gate: int) -> None:
         if gate > self._store.committed:
             done = self._loop.create_future()
             self.owner.after(gate, lambda: None if done.done() else done.set_result(None))
@@ -214,6 +216,8 @@ class Service:
             past = self._past(peer, run)
             return RunStatus(0, past.summary, past.steps)
         await self._settled(found)
+        if found.id not in self._table.runs:  # it ended and was let go of meanwhile
+            return await self.status(peer, run)
         return status_of(found, self._clock.now_ns())
 
     async def list_runs(self, peer: Peer, state: RunState | None, limit: int) -> RunList:
@@ -225,6 +229,7 @@ class Service:
             for run in self._table.runs.values()
             if (uid is None or run.uid == uid) and (state is None or run.state == state)
         }
+        await self._on_disk(max((self.owner.gate_of(self._table.runs[run]) for run in here), default=0))
         past = [s for s in self._store.list_runs(uid, state, limit) if s.run not in here]
         newest = sorted([*here.values(), *past], key=lambda s: s.submitted_wall_ns, reverse=True)
         return RunList(0, tuple(newest[:limit]))
@@ -236,13 +241,17 @@ class Service:
         if not found.ended_ns and not wait:
             raise BadRequest("the run has not ended; wait for it, or see `hexrt status`", found.id.hex())
         await self._end_of(found)
-        return result_of(found) if found.graph is not None or found.error is not None else result_of_ended(self._past(peer, run))  # fmt: skip
+        if found.id not in self._table.runs:
+            return result_of_ended(self._past(peer, run))
+        return result_of(found)
 
     async def timeline(self, peer: Peer, run: RunId) -> RunTimeline:
         found = self._run(peer, run)
         if found is None:
             return self._past(peer, run).timeline
         await self._settled(found)
+        if found.id not in self._table.runs:
+            return self._past(peer, run).timeline
         return timeline_of(found)
 
     # --- watching -----------------------------------------------------------------------------------------------
@@ -346,9 +355,15 @@ class Service:
     async def drain(self, at_most_s: float) -> None:
         """Places nothing more and waits until what runs has ended. New runs are refused from now on."""
         self.draining = self._brain.paused = True
-        end_ns = self._clock.now_ns() + int(at_most_s * 1e9)
-        while any(r.in_flight for r in self._table.runs.values()) and self._clock.now_ns() < end_ns and not self.hurry:
-            await asyncio.sleep(TICK_S)
+        self._still = still = self._loop.create_future()
+        self.owner.when_still = self.hurry
+        self.owner.wake()
+        await asyncio.wait([still], timeout=at_most_s)
+
+    def hurry(self) -> None:
+        """Ends a drain now."""
+        if self._still is not None and not self._still.done():
+            self._still.set_result(None)
 
     def close(self) -> None:
         """Stops the timer; who still waits is the server's to turn away."""

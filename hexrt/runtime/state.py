@@ -31,12 +31,7 @@ from hexrt.values import EMPTY_LIST, NIL, elements, join, pick
 from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import Workflow
 
-W, READY, PLACED, RUNNING, DONE = (
-    TaskState.WAITING, TaskState.READY, TaskState.PLACED, TaskState.RUNNING, TaskState.DONE,
-)  # fmt: skip
-FAILED, CANCELLED, SKIPPED, UNKNOWN = (
-    TaskState.FAILED, TaskState.CANCELLED, TaskState.SKIPPED, TaskState.UNKNOWN,
-)  # fmt: skip
+W, READY, PLACED, RUNNING, DONE, FAILED, CANCELLED, SKIPPED, UNKNOWN = TaskState
 
 
 class RunTable:
