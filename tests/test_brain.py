@@ -128,6 +128,22 @@ def test_a_step_waits_for_the_device_that_ends_it_first_rather_than_start_on_a_s
     assert made.queued == 1
 
 
+def test_the_more_urgent_task_gets_a_free_worker_whatever_else_its_op_could_run_on() -> None:
+    runs = table(ALL)
+    submit(runs, Workflow((StepSpec("first", "slow"),)))
+    made = brain(runs, "pool:0", "npu:0")
+    learn(made, "both", "pool", MS)
+    learn(made, "both", "npu:0", 1000 * MS)
+    assert sent(made.decide(1)) == {"pool:0": ["first"]}
+    submit(runs, Workflow((StepSpec("later", "slow"),)))
+    submit(runs, Workflow((StepSpec("urgent", "both", priority=1),)))
+    first = next(iter(made.devices["pool:0"].window))
+    task = made.devices["pool:0"].drop(first)
+    assert task is not None
+    runs.apply(finished(task))
+    assert sent(made.decide(2)) == {"pool:0": ["urgent"]}
+
+
 @pytest.mark.parametrize(("need", "where"), [("npu", "npu:0"), ("pool:1", "pool:1")])
 def test_a_device_that_a_step_insists_on_is_kept_to(need: str, where: str) -> None:
     runs, _ = both("a", device=need)
@@ -204,3 +220,10 @@ def test_the_cost_model_follows_a_change() -> None:
     for took in [1000] * 10 + [2000] * 20:
         cost.observe("op", 0, "pool", 1, took)
     assert 1900 < cost.predict_ns("op", 0, "pool", 1) <= 2000
+
+
+def test_a_cold_start_is_forgotten_as_soon_as_a_warm_run_was_seen() -> None:
+    cost = CostModel()
+    for took in (4000, 100, 3000, 110):
+        cost.observe("op", 0, "pool", 1, took)
+    assert cost.predict_ns("op", 0, "pool", 1) == 110

@@ -103,9 +103,8 @@ class Brain:
         for task in table.fresh:
             self._queue(task)
         table.fresh.clear()
-        for queue_class, queue in self._queues.items():
-            if queue and not self.paused:
-                self._place_queue(queue_class, queue, now_ns, out)
+        if not self.paused:
+            self._place_queues(now_ns, out)
         if table.stop:
             stop = [t for t in table.stop if t.state == TaskState.PLACED or t.state == TaskState.RUNNING]
             table.stop.clear()
@@ -155,14 +154,24 @@ class Brain:
             self._by_class[queue_class] = found
         return found
 
-    def _place_queue(self, queue_class: Class, queue: list[Entry], now_ns: int, out: Commands) -> None:
+    def _place_queues(self, now_ns: int, out: Commands) -> None:
+        """Places the most urgent task of all queues, then the next, until each queue's head must wait."""
+        active = [(queue_class, queue) for queue_class, queue in self._queues.items() if queue]
+        while active:
+            first = min(active, key=lambda entry: entry[1][0][:3]) if len(active) > 1 else active[0]
+            queue_class, queue = first
+            if not self._place_queue(queue_class, queue, now_ns, out, len(active) > 1) or not queue:
+                active.remove(first)
+
+    def _place_queue(self, queue_class: Class, queue: list[Entry], now_ns: int, out: Commands, only_head: bool) -> bool:
+        """Places tasks of one queue in their order, all or only the first; False where its head must wait."""
         devices = self._devices(queue_class)
         ready = [d for d in devices if d.ready]
         if not ready:
             if all(d.lost for d in devices):
                 while queue:
                     self._refuse(heappop(queue)[3], queue_class, devices, now_ns, out)
-            return
+            return False
         while queue:
             task = queue[0][3]
             if task.state != READY:  # cancelled or skipped since it was queued
@@ -171,14 +180,17 @@ class Brain:
             if task.step.node.op.parts[task.op_part].body is None:
                 heappop(queue)
                 self._place_engine(task, ready, now_ns)
-                continue
-            device, estimate = self._best(task, ready)
-            predicted_ns = int(estimate.mean_ns)
-            if not device.can_take(predicted_ns):
-                return
-            heappop(queue)
-            task.learn = estimate.observe
-            self._launch(task, device, predicted_ns, now_ns, out)
+            else:
+                device, estimate = self._best(task, ready)
+                predicted_ns = int(estimate.mean_ns)
+                if not device.can_take(predicted_ns):
+                    return False
+                heappop(queue)
+                task.learn = estimate.observe
+                self._launch(task, device, predicted_ns, now_ns, out)
+            if only_head:
+                break
+        return True
 
     def _best(self, task: Task, ready: list[Device]) -> tuple[Device, Estimate]:
         """The device on which the task would end first, what is in flight there included."""

@@ -25,8 +25,12 @@ class Estimate(msgspec.Struct, gc=False, eq=False):
 
     def observe(self, took_ns: int) -> None:
         self.count += 1
-        weight = WEIGHT if self.count > WARM else 1.0 / self.count
-        self.mean_ns += weight * (took_ns - self.mean_ns)
+        if self.count > WARM:
+            self.mean_ns += WEIGHT * (took_ns - self.mean_ns)
+        elif 2 * took_ns < self.mean_ns:
+            self.mean_ns = float(took_ns)  # what came before was a cold start: imports, a model read from disk
+        else:
+            self.mean_ns += (took_ns - self.mean_ns) / self.count
 
 
 class CostModel:
