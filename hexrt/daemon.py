@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -37,7 +38,7 @@ from hexrt.ops.registry import load_ops
 from hexrt.ops.spec import OpSpec
 from hexrt.protocol.host import VERSION, Hello
 from hexrt.runtime.answers import ended_of_lost
-from hexrt.runtime.fleet import Fleet
+from hexrt.runtime.fleet import Fleet, host_environ
 from hexrt.runtime.service import Service
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
@@ -61,6 +62,7 @@ class Daemon:
         self._reload = reload
         self._ops = ops
         self._directory = directory
+        self._temporary = directory / "tmp"
         self._clock = SystemClock()
         self._stop: asyncio.Future[bool] = self._loop.create_future()
         self.failure: BaseException | None = None
@@ -120,7 +122,12 @@ class Daemon:
         first = int.from_bytes(self.store.load("host_epoch") or b"", "little")
         self.store.save("host_epoch", (first + (1 << 20)).to_bytes(8, "little"))
         owner = self.service.owner
-        fleet = owner.fleet = Fleet(self._loop, self.brain, self.brain.engines, self._clock, owner.post, owner.wake, self._hello, first)  # fmt: skip
+        self._clear_temporary()
+        self._temporary.mkdir(mode=0o700)
+        fleet = owner.fleet = Fleet(
+            self._loop, self.brain, self.brain.engines, self._clock, owner.post, owner.wake, self._hello, first,
+            host_environ(os.environ, self._temporary),
+        )  # fmt: skip
         bodies = Bodies(self._ops, self._hello("io:0", 0), self.config.limits.max_output_mib << 20)
         fleet.add_io(Device("io:0", DeviceKind.IO, 256, "io"), IoDevice(bodies, fleet.on_io_report))
         for index in range(self.config.pool.workers or os.cpu_count() or 1):
@@ -129,6 +136,10 @@ class Daemon:
             fleet.add(Device("cpu:0", DeviceKind.CPU, 1 << 16, "cpu:0"), "cpu")
         if self.config.npu.enabled:
             fleet.add(Device("npu:0", DeviceKind.NPU, 2, "npu:0"), "npu")
+
+    def _clear_temporary(self) -> None:
+        """What hosts left in their temporary directory, those of a killed daemon too."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _hello(self, device: str, epoch: int) -> Hello:
         config = self.config
@@ -231,6 +242,7 @@ class Daemon:
         fleet = self.service.owner.fleet
         if fleet is not None:
             await fleet.close()
+            self._clear_temporary()
         self.service.close()
         if self._saving is not None:
             self._saving.cancel()

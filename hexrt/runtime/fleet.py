@@ -7,9 +7,9 @@ that whatever is posted as an event is about the current attempt. A host that di
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hexrt.brain.decide import SHORT_NS, Brain
@@ -29,14 +29,23 @@ GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
 STARTS = 3
 """Failed starts in a row after which a device is given up."""
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
 PASSED_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "HEXRT_HOST_")
 
 
-def host_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a host process sees of the daemon's environment; hubs and ONNX Runtime's telemetry are shut off: nothing leaves the machine."""
+def host_environ(environ: Mapping[str, str], temporary: Path) -> dict[str, str]:
+    """What a host process sees of the daemon's environment, and where it may put temporary files.
+
+    Hubs and ONNX Runtime's telemetry are shut off: nothing leaves the machine.
+    """
     kept = {k: v for k, v in environ.items() if k in PASSED_ON or k.startswith(PASSED_PREFIXES)}
-    return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "ORT_DISABLE_TELEMETRY": "1", "PYTHONDONTWRITEBYTECODE": environ.get("PYTHONDONTWRITEBYTECODE", "")}  # fmt: skip
+    return kept | {
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(temporary / "torchinductor"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "ORT_DISABLE_TELEMETRY": "1",
+    }
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +72,7 @@ class Fleet:
         wake: Callable[[], None],
         hello: Callable[[str, int], Hello],
         first_epoch: int,
+        environ: dict[str, str],
     ) -> None:
         self._loop = loop
         self._brain = brain
@@ -72,6 +82,7 @@ class Fleet:
         self._wake = wake
         self._hello = hello
         self._epoch = first_epoch
+        self._environ = environ
         self._members: dict[str, Member] = {}
         self._closing = False
 
@@ -93,7 +104,7 @@ class Fleet:
         device.command = 0
         device.last_report_ns = self._clock.now_ns()
         return HostLink(
-            self._loop, program, self._hello(device.name, self._epoch), self._on_reports, self._on_death, host_environ(os.environ),
+            self._loop, program, self._hello(device.name, self._epoch), self._on_reports, self._on_death, self._environ,
         )  # fmt: skip
 
     def _on_death(self, link: HostLink, reason: str) -> None:
