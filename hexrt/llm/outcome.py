@@ -7,13 +7,13 @@ without sampling ends with Prefilled. A cancelled one has no further outcome. Pu
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+
+import msgspec
 
 from hexrt.errors import ErrorRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True):
     """The prompt is in the pages. Comes again when a request is added again after its device was lost."""
 
     key: Hashable
@@ -21,8 +21,7 @@ class Prefilled:
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(msgspec.Struct, frozen=True):
     """Answer ids from position `first` on, and the text that became certain; text lags behind ids by what may become a stop string."""
 
     key: Hashable
@@ -31,8 +30,7 @@ class Emitted:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The whole answer. `finish`: "stop" or "length"."""
 
     key: Hashable
@@ -43,8 +41,7 @@ class Ended:
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """This sequence alone failed; its pages are given back."""
 
     key: Hashable
@@ -54,8 +51,7 @@ class Refused:
 Outcome = Prefilled | Emitted | Ended | Refused
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
+class EngineStatistics(msgspec.Struct, frozen=True):
     waiting: int
     live: int
     retained: int

@@ -32,23 +32,31 @@ def summary_of(run: Run, now_ns: int) -> RunSummary:
 
 
 def step_status(step: Step) -> StepStatus:
-    parts = len(step.node.op.parts)
-    last = [t for t in step.tasks if t.start_ns]
+    node = step.node
+    if len(step.tasks) == 1 and node.map is None:  # most steps are one task
+        task = step.tasks[0]
+        began = task.start_ns > 0
+        return StepStatus(
+            node.id, node.op.name, NAMES[task.state if step.state == TaskState.READY else step.state], 1,
+            int(task.state == TaskState.DONE), task.device, task.attempt,
+            (task.start_ns - task.ready_ns) / 1e9 if began and task.start_ns > task.ready_ns else 0.0,
+            (task.end_ns - task.start_ns) / 1e9 if began and task.end_ns > task.start_ns else 0.0,
+            step.error,
+        )  # fmt: skip
+    parts = len(node.op.parts)
+    began_tasks = [t for t in step.tasks if t.start_ns]
     state = step.state
     if state == TaskState.READY:
         state = max((t.state for t in step.tasks if t.state <= TaskState.RUNNING), default=state)
     return StepStatus(
-        step.node.id,
-        step.node.op.name,
-        state.name.lower(),
-        max(1, len(step.tasks) // parts) if step.node.map is None else len(step.tasks) // parts,
+        node.id, node.op.name, NAMES[state], max(1, len(step.tasks) // parts) if node.map is None else len(step.tasks) // parts,
         sum(t.state == TaskState.DONE for t in step.tasks[parts - 1 :: parts]),
         next((t.device for t in reversed(step.tasks) if t.device), ""),
         max((t.attempt for t in step.tasks), default=0),
-        sum(max(0, t.start_ns - t.ready_ns) for t in last) / 1e9,
-        sum(max(0, t.end_ns - t.start_ns) for t in last) / 1e9,
+        sum(max(0, t.start_ns - t.ready_ns) for t in began_tasks) / 1e9,
+        sum(max(0, t.end_ns - t.start_ns) for t in began_tasks) / 1e9,
         step.error,
-    )
+    )  # fmt: skip
 
 
 def status_of(run: Run, now_ns: int) -> RunStatus:

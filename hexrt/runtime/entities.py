@@ -84,11 +84,14 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
 
 
+NAMES = {state: state.name.lower() for state in TaskState}
+
+
 def record_of(task: Task, state: str = "") -> AttemptRecord:
     """The timeline record of a task's current attempt."""
     return AttemptRecord(
         task.step.node.index, task.part, task.step.node.op.parts[task.op_part].name, task.attempt, task.device, 0, task.ready_ns,
-        task.placed_ns, task.start_ns, task.end_ns, state or task.state.name.lower(), task.predicted_ns,
+        task.placed_ns, task.start_ns, task.end_ns, state or NAMES[task.state], task.predicted_ns,
         len(task.answered) if task.answered else 0,
     )  # fmt: skip
 
