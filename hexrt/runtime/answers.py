@@ -17,7 +17,7 @@ from hexrt.protocol.messages import (
     StepStatus,
     Update,
 )  # fmt: skip
-from hexrt.runtime.entities import Change, Run, Step, record_of
+from hexrt.runtime.entities import NAMES, Change, Run, Step, record_of
 from hexrt.runtime.store_records import EndedRun
 from hexrt.values import NIL, pick
 
