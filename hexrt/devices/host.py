@@ -39,7 +39,7 @@ class HostProgram:
     """What a device kind does with its messages.
 
     `cell` is one u64 in memory shared with the daemon: the command that is running now, 0 for none. If the process dies, the daemon
-    blames that command's task.
+    blames that command's task. In the pool the u64 after it is the newest command that was begun.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, hello: Hello, report: Callable[[FromHost], None], flush: Callable[[], None], poll: Callable[[], None], cell: memoryview) -> None:  # fmt: skip

@@ -80,7 +80,12 @@ class HostLink:
         return self._cell[0] if not self._dead else 0
 
     def send(self, messages: list[Any]) -> None:
-        self.channel.send(self._encoder.encode(messages))
+        body = self._encoder.encode(messages)
+        if len(body) <= MAX_FRAME_BYTES:
+            self.channel.send(body)
+        else:
+            for message in messages:
+                self.channel.send(self._encoder.encode([message]))
 
     def _on_frames(self, frames: list[bytes]) -> None:
         for body in frames:
@@ -115,19 +120,23 @@ class HostLink:
     def _on_close(self, reason: str) -> None:
         if self._dead:
             return
-        last = self._cell[0]
+        self._last_command, self._last_begun = self._cell[0], self._cell[1]
         self._reap()
         status = self._process.returncode
         how = signal.Signals(-status).name if status is not None and status < 0 else f"exit status {status}"
         said = self._stderr.decode(errors="replace").strip().splitlines()
         tail = f": {said[-1][:300]}" if said and status != -signal.SIGKILL else ""
-        self._last_command = last
         self._on_death(self, f"{how}{tail}")
 
     @property
     def last_command(self) -> int:
         """What a dead host was running when it died."""
         return self._last_command
+
+    @property
+    def last_begun(self) -> int:
+        """The newest command that a dead host had begun. Only of the pool, whose workers begin commands in order of their numbers."""
+        return self._last_begun
 
     def _reap(self) -> None:
         self._dead = True

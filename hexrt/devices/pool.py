@@ -74,7 +74,7 @@ class PoolProgram(HostProgram):
             if launch.report_start:
                 report(HostStarted(command, launch.attempt, start))
                 self.flush()
-            cell[0] = command
+            cell[1] = cell[0] = command
             try:
                 output = self._bodies.run(launch, self._local)
             except BaseException as error:  # a body may raise anything, SystemExit too: border of a task

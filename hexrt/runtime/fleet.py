@@ -23,7 +23,7 @@ from hexrt.errors import ErrorRecord
 from hexrt.events import DeviceDown, DeviceUp, Event, Failed, Finished, Started
 from hexrt.protocol.host import Cancel, FromHost, Hello, HostFailed, HostFinished, HostStarted, Ready
 from hexrt.runtime.entities import Task
-from hexrt.runtime.retries import DROPPED
+from hexrt.runtime.retries import DROPPED, NOT_BEGUN
 
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
@@ -113,10 +113,11 @@ class Fleet:
             return
         device, now = member.device, self._clock.now_ns()
         was_ready, device.ready = device.ready, False
-        culprit = link.last_command
+        culprit = link.last_command or link.last_begun  # the last may have ended just now, and its report is lost
+        culprit = culprit if culprit in device.window else 0
         for command, task in list(device.window.items()):
             device.drop(command)
-            self._post(self._lost(member, task, command, culprit, reason, now))
+            self._post(self._lost(member, task, command, culprit, link.last_begun, reason, now))
         self._engines.device_lost(device.name)
         member.stopping.clear()
         killed = bool(member.died_of)
@@ -133,13 +134,16 @@ class Fleet:
         if not self._closing:
             member.link = self._spawn(member.device, member.program)
 
-    def _lost(self, member: Member, task: Task, command: int, culprit: int, reason: str, now_ns: int) -> Failed:
+    def _lost(self, member: Member, task: Task, command: int, culprit: int, begun: int, reason: str, now_ns: int) -> Failed:  # fmt: skip
         device = member.device
         blame = command == culprit
         if blame:
             error = member.died_of.get(command) or ErrorRecord("worker_died", f"the worker that ran it died ({reason})")
-        elif device.kind is DeviceKind.POOL:
-            error = ErrorRecord(DROPPED, "not begun")
+        elif device.kind is DeviceKind.POOL and command > begun:
+            if culprit:  # it waited behind the one to blame
+                error = ErrorRecord(DROPPED, "not begun")
+            else:
+                error = ErrorRecord(NOT_BEGUN, f"its worker died before it began ({reason})")
         else:
             error = member.died_of.get(command) or ErrorRecord("device_lost", f"{device.name} went away ({reason})")
             blame = command in member.died_of
@@ -152,6 +156,16 @@ class Fleet:
 
     def send(self, device: str, messages: list[Any]) -> None:
         self._members[device].link.send(messages)
+
+    def begin(self, device: str, launch: Any, task: Task) -> None:
+        """Sends a launch that was held back until its start was recorded. One that was stopped meanwhile never begins."""
+        member = self._members[device]
+        if member.stopping.pop(task.command, None) is None:
+            member.link.send([launch])
+            return
+        member.device.drop(task.command)
+        error, now_ns = ErrorRecord("cancelled", "cancelled before it began"), self._clock.now_ns()
+        self._post(Failed(task.run.id, task.step.node.index, task.part, task.attempt, device, now_ns, now_ns, error))
 
     def on_io_report(self, report: FromHost) -> None:
         member = self._members["io:0"]

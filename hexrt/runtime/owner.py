@@ -140,11 +140,11 @@ class Owner:
             fleet.stop(task)
 
     def _send_gated(self, device: str, message: tuple[object, ...]) -> None:
-        """Sends a launch whose Started is on disk now, unless the device has had another life or the task was stopped meanwhile."""
+        """Sends a launch whose Started is on disk now, unless the device has had another life meanwhile."""
         fleet, view = self.fleet, self._brain.devices[device]
         task = view.window.get(message[1])  # type: ignore[call-overload]
         if fleet is not None and task is not None and task.run.id == message[5] and task.attempt == message[2]:
-            fleet.send(device, [message])
+            fleet.begin(device, message, task)
 
     def _record(self, kept: list[Event]) -> None:
         """Hands facts to the store; each run remembers the ticket of its newest."""

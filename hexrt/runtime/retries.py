@@ -9,6 +9,8 @@ MAX_BLAMELESS = 3
 """How often a task is started again after its device or worker went away under it, before that is taken for its own fault."""
 DROPPED = "dropped"
 """Kind of a failure that only says that a placed task was not begun; it does not count."""
+NOT_BEGUN = "not_begun"
+"""Kind of a failure of a task that had not begun when its worker went away, and nobody else is to blame: that might happen for ever."""
 FINAL_KINDS = frozenset({"bad_request", "unavailable", "cancelled", "not_found"})
 """Errors that another attempt cannot mend."""
 
@@ -18,7 +20,7 @@ def may_try_again(task: Task, event: Failed) -> bool:
     node = task.step.node
     if not event.blame:
         task.blameless += 1
-        return node.idempotent and task.blameless < MAX_BLAMELESS
+        return (node.idempotent or event.error.kind == NOT_BEGUN) and task.blameless < MAX_BLAMELESS
     task.failures += 1
     if event.error.kind in FINAL_KINDS or task.failures > node.retries:
         return False

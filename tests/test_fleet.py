@@ -1,0 +1,137 @@
+"""The fleet: what the death of a host, and a stop at the wrong moment, mean for each task that was with it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from hexrt.brain.decide import Brain
+from hexrt.brain.engines import Engines
+from hexrt.brain.view import Device
+from hexrt.clock import SystemClock
+from hexrt.core import DeviceKind
+from hexrt.devices.link import HostLink
+from hexrt.events import Failed
+from hexrt.runtime.entities import Task
+from hexrt.runtime.fleet import Fleet, Member
+from hexrt.runtime.state import RunTable
+from hexrt.scheduling.cost import CostModel
+from tests.notation import place, submit, table, workflow
+
+
+@dataclass(eq=False)
+class DeadLink:
+    """What is left of a host: what its cell said, and what it was sent."""
+
+    last_command: int
+    last_begun: int
+    device: str = "pool:0"
+    sent: list[Any] = field(default_factory=list)
+
+    def send(self, messages: list[Any]) -> None:
+        self.sent += messages
+
+    def close(self) -> None:
+        self.sent.clear()
+
+
+@dataclass(eq=False)
+class Scene:
+    fleet: Fleet
+    runs: RunTable
+    device: Device
+    link: DeadLink
+    events: list[Any]
+
+    def placed(self, names: str) -> list[Task]:
+        """Steps of one run, none of them idempotent, that are with the device as commands 1, 2, ..."""
+        run = submit(self.runs, workflow(names, **{n: {"idempotent": False} for n in names.split(", ")}))
+        tasks = [place(self.runs, run, name) for name in names.split(", ")]
+        for command, task in enumerate(tasks, 1):
+            task.command = command
+            self.device.window[command] = task
+        return tasks
+
+    def die(self) -> dict[str, str]:
+        """The host dies: the kind of each task's failure."""
+        self.fleet._on_death(cast(HostLink, self.link), "SIGKILL")
+        failed = [event for event in self.events if isinstance(event, Failed)]
+        for event in failed:
+            self.runs.apply(event)
+        run = next(iter(self.runs.runs.values()))
+        return {run.steps[event.step].node.id: event.error.kind for event in failed}
+
+
+def no_more_hosts(device: str, epoch: int) -> Any:
+    raise AssertionError("the fleet is closed before it gets to that")
+
+
+async def scene(last_command: int = 0, last_begun: int = 0) -> Scene:
+    runs, events = table(), []  # type: ignore[var-annotated]
+    engines = Engines({}, 1 << 20, 16, 1)
+    brain = Brain(runs, CostModel(), engines)
+    fleet = Fleet(
+        asyncio.get_running_loop(), brain, engines, SystemClock(), events.append, lambda: None, no_more_hosts, 1
+    )
+    device = Device("pool:0", DeviceKind.POOL, 64, "pool", ready=True)
+    link = DeadLink(last_command, last_begun)
+    brain.add_device(device)
+    fleet._members["pool:0"] = Member(device, "pool", cast(HostLink, link))
+    return Scene(fleet, runs, device, link, events)
+
+
+@pytest.mark.parametrize(
+    ("last_command", "last_begun", "kinds", "states"),
+    [
+        (2, 2, "device_lost worker_died dropped", "unknown unknown ready"),  # a ended, its report was lost; b ran
+        (0, 2, "device_lost worker_died dropped", "unknown unknown ready"),  # b had just ended
+        (1, 1, "worker_died dropped dropped", "unknown ready ready"),
+        (0, 0, "not_begun not_begun not_begun", "ready ready ready"),  # it read nothing of what it was sent
+    ],
+)
+async def test_only_what_a_dead_worker_had_not_begun_is_begun_again(
+    last_command: int, last_begun: int, kinds: str, states: str
+) -> None:
+    here = await scene(last_command, last_begun)
+    tasks = here.placed("a, b, c")
+    assert here.die() == dict(zip("abc", kinds.split(), strict=True))
+    assert [task.state.name.lower() for task in tasks] == states.split()
+    await here.fleet.close()
+
+
+async def test_what_kills_every_worker_before_it_begins_is_not_sent_for_ever() -> None:
+    here = await scene()
+    (task,) = here.placed("a")
+    for _ in range(10):
+        here.device.ready, here.device.window = True, {1: task}
+        here.die()
+        here.events.clear()
+        if task.state.name != "READY":
+            break
+        here.runs.place(task, "pool:0", 1, 1, 1)
+    assert task.state.name == "FAILED" and task.attempt == 3
+    await here.fleet.close()
+
+
+async def test_hosts_may_die_again_and_again() -> None:
+    here = await scene()
+    for _ in range(5):
+        here.device.ready = True
+        here.fleet._on_death(cast(HostLink, here.link), "SIGKILL")
+    await here.fleet.close()
+
+
+async def test_a_launch_that_was_stopped_while_its_record_was_on_the_way_to_disk_never_begins() -> None:
+    here = await scene()
+    stopped, other = here.placed("a, b")
+    here.fleet.stop(stopped)
+    here.link.sent.clear()
+    here.fleet.begin("pool:0", "launch of a", stopped)
+    here.fleet.begin("pool:0", "launch of b", other)
+    assert here.link.sent == ["launch of b"] and list(here.device.window.values()) == [other]
+    (event,) = here.events
+    assert event.error.kind == "cancelled" and event.attempt == stopped.attempt
+    await here.fleet.close()
