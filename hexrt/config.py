@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+Cores = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=31_536_000)]
 
 
@@ -23,7 +23,7 @@ class Daemon(_Section):
     socket: str = ""  # "" : the runtime directory's hexrt.sock
     state_dir: str = ""  # "" : the user's state directory
     models_dir: str = ""  # "" : state_dir/models
-    admin_gids: tuple[int, ...] = ()
+    admin_gids: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)], ...] = ()
     drain_s: Seconds = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -50,13 +50,13 @@ class Steps(_Section):
 
 
 class Pool(_Section):
-    workers: Whole = 0  # 0: the number of cores
+    workers: Cores = 0  # 0: the number of cores
     window: Positive = 64  # tasks sent ahead to a worker
 
 
 class Cpu(_Section):
     enabled: bool = True
-    threads: Whole = 0  # 0: the number of cores
+    threads: Cores = 0  # 0: the number of cores
     arena_mib: Positive = 512
     token_budget: Positive = 512  # prompt tokens of one chunk
     passes: Positive = 4  # forward passes of one chunk
@@ -65,7 +65,7 @@ class Cpu(_Section):
 class Npu(_Section):
     enabled: bool = True
     provider: str = ""  # "": the first NPU provider found, else the CPU provider, said so
-    threads: Whole = 1
+    threads: Cores = 1
 
 
 class Model(_Section):

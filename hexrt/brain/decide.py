@@ -15,7 +15,7 @@ import msgspec
 from hexrt.brain.engines import Engines
 from hexrt.brain.view import Device
 from hexrt.core import DeviceKind, TaskState
-from hexrt.errors import BadRequest, ErrorRecord, HexrtError, Unavailable
+from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
 from hexrt.events import Event, Failed, Started
 from hexrt.runtime.entities import Run, Task
 from hexrt.runtime.state import RunTable
@@ -30,6 +30,9 @@ SHORT_NS = 200_000
 """Tasks expected to be shorter are sent without a report of their start, and ahead of their single predecessor's end."""
 PICK_BYTES = 4096
 """Outputs larger than this are cut to the referenced part before they are sent."""
+
+MAX_LAUNCH_BYTES = 512 << 20
+"""Of one task's inputs: half of what a message to a host may have."""
 
 Class = tuple[tuple[DeviceKind, ...], str | None]
 Entry = tuple[int, float, int, Task]
@@ -241,6 +244,10 @@ class Brain:
         node = task.step.node
         try:
             bindings = self._bindings(task) if node.refs or task.op_part else ()
+            if bindings and (size := sum(len(binding[2]) for binding in bindings)) > MAX_LAUNCH_BYTES:
+                raise TaskFailed(
+                    f"its inputs have {size} bytes, more than the {MAX_LAUNCH_BYTES} that one task can be given"
+                )
         except HexrtError as error:
             out.events.append(Failed(task.run.id, node.index, task.part, task.attempt, device.name, now_ns, now_ns, ErrorRecord(error.kind, error.message, node.id)))  # fmt: skip
             return
