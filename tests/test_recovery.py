@@ -17,6 +17,7 @@ from hexrt.errors import Disconnected
 from hexrt.protocol.messages import Update
 from hexrt.workflow.model import MapSpec, StepSpec, Workflow
 from tests.running import CONFIG, ROOT, Running, wait_gone
+from tests.seeds import seeds
 
 MODELS = ROOT / ".models"
 
@@ -94,15 +95,9 @@ def check(daemon: Running, marks: Path, acknowledged: dict[int, bytes]) -> None:
     assert unknown < len(outcomes), "not one run came through"
 
 
-def test_twenty_kills_lose_no_acknowledged_run_and_repeat_no_finished_step(tmp_path: Path) -> None:
-    kill_at_random(tmp_path, 20, seed=7)
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(100))
-def test_two_thousand_kills(tmp_path: Path, seed: int) -> None:
-    kill_at_random(tmp_path, 20, seed=1000 + seed)
+@pytest.mark.parametrize("seed", seeds(1, 100))
+def test_twenty_kills_lose_no_acknowledged_run_and_repeat_no_finished_step(tmp_path: Path, seed: int) -> None:
+    kill_at_random(tmp_path, 20, seed)
 
 
 LLM = f"""

@@ -14,6 +14,8 @@ import pytest
 from hexrt.errors import BadRequest
 from hexrt.protocol import messages as m
 from hexrt.protocol.framing import HEADER, FrameSplitter, frame
+from hexrt.server import refusals
+from tests.seeds import seeds
 from tests.serving import HELLO, RawClient, connected, limits, on_uvloop, serving, step, workflow
 
 encode = msgspec.msgpack.encode
@@ -187,8 +189,11 @@ def mutated(random_: random.Random, body: bytes) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.parametrize("seed", seeds(1, 350))
 @on_uvloop
-async def test_three_thousand_mutated_frames_leave_the_server_alive_and_its_memory_flat(tmp_path: Path) -> None:
+async def test_three_thousand_mutated_frames_leave_the_server_alive_and_its_memory_flat(
+    tmp_path: Path, seed: int
+) -> None:
     seeds = [
         encode(message)
         for message in (
@@ -198,7 +203,7 @@ async def test_three_thousand_mutated_frames_leave_the_server_alive_and_its_memo
             m.Forget(9, 4), m.Devices(10), m.Timeline(11, b"r" * 16), HELLO,
         )
     ]  # fmt: skip
-    random_ = random.Random(20)
+    random_ = random.Random(20 + seed)
     process = psutil.Process(os.getpid())
     async with serving(tmp_path / "s") as here:
 
@@ -221,6 +226,23 @@ async def test_three_thousand_mutated_frames_leave_the_server_alive_and_its_memo
         assert process.memory_info().rss - before < 16 << 20
         assert not here.bugs and here.server.clients <= 1
         assert not [task for task in asyncio.all_tasks() if "_later" in repr(task)]
+
+
+@pytest.mark.parametrize("seed", seeds(2, 1000))
+def test_ten_thousand_mutated_frames_are_decoded_or_refused(seed: int) -> None:
+    """The decoder alone, without a socket: what it does not refuse is a message."""
+    random_ = random.Random(seed)
+    whole = encode(
+        submit_with(inputs={"value": [1, {"x": b"y"}, 2.5]}, params={"deep": [[[1]]]}, after=["b"], retries=3)
+    )
+    decoder = msgspec.msgpack.Decoder(m.FromClient)
+    refused = 0
+    for _ in range(10_000):
+        try:
+            assert isinstance(decoder.decode(mutated(random_, whole)), m.FromClient)
+        except refusals.UNREADABLE:
+            refused += 1
+    assert refused > 5_000
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 5, 1000])

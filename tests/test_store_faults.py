@@ -19,6 +19,7 @@ from hexrt.runtime.store_blobs import BlobFolder
 from hexrt.runtime.store_commit import Committer, Retention
 from hexrt.runtime.store_database import make_database, open_writer
 from hexrt.runtime.store_records import LARGE_BYTES
+from tests.seeds import seeds
 from tests.store_help import Owner, ended, finished, plains, replayed, run_id, submitted
 from tests.store_vfs import Faults, FaultyDisk, ForgetfulDisk
 
@@ -129,7 +130,7 @@ def test_after_a_failure_nothing_is_taken_and_the_owner_is_told_once(tmp_path: P
     check(tmp_path, [submitted(run_id(1))], [])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12, 1000))
 def test_a_power_loss_leaves_every_acknowledged_fact(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     disk = ForgetfulDisk("forgetful")

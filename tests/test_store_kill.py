@@ -15,6 +15,7 @@ import pytest
 from hexrt.events import Event
 from hexrt.runtime.store import Store
 from hexrt.runtime.store_records import LARGE_BYTES, EndedRun
+from tests.seeds import seeds
 from tests.store_help import ended, finished, plains, replayed, run_id, submitted
 
 LONG = run_id(0)
@@ -52,7 +53,7 @@ def main(directory: Path) -> None:
             told.get()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10, 500))
 def test_whatever_was_told_durable_survives_the_kill(tmp_path: Path, seed: int) -> None:
     program = f"from pathlib import Path; from tests.test_store_kill import main; main(Path({str(tmp_path)!r}))"
     root = Path(__file__).parents[1]
