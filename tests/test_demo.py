@@ -15,12 +15,12 @@ import httpx
 import pytest
 from rich.console import Console
 
-from hexrt.cli.demo_daemon import DemoDaemon, toml
 from hexrt.cli.demo_questions import QUESTIONS, Question
 from hexrt.cli.demo_report import busy_ns, span_ns, step_times
 from hexrt.cli.demo_tool import LocalTool, readability
 from hexrt.cli.demo_view import LiveView, PlainView, View
 from hexrt.cli.demo_workflow import Picture, agent_workflow, one_at_a_time
+from hexrt.cli.own_daemon import OwnDaemon, toml
 from hexrt.core import RunState
 from hexrt.errors import Disconnected, ErrorRecord
 from hexrt.ops.registry import load_ops
@@ -149,7 +149,7 @@ def test_steps_one_at_a_time_form_a_chain_and_lose_no_data() -> None:
 
 
 def test_a_daemon_that_cannot_start_is_reported_with_its_reason_and_leaves_nothing() -> None:
-    daemon = DemoDaemon({"nonsense": {"key": 1}})
+    daemon = OwnDaemon({"nonsense": {"key": 1}})
     with pytest.raises(Disconnected, match="nonsense"), daemon:
         pytest.fail("it started")
     assert not daemon.socket.parent.exists()

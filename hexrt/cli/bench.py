@@ -22,7 +22,7 @@ import click
 
 import hexrt
 from hexrt.cli.bench_peers import layered_predecessors, measure_floor, measure_peers
-from hexrt.cli.demo_daemon import DemoDaemon
+from hexrt.cli.own_daemon import OwnDaemon
 from hexrt.client import Client
 from hexrt.core import Durability
 from hexrt.workflow.model import StepSpec, Workflow
@@ -129,10 +129,10 @@ def measure_commit(directory: Path) -> float:
 
 
 @contextmanager
-def own_daemon() -> Iterator[tuple[DemoDaemon, float]]:
+def own_daemon() -> Iterator[tuple[OwnDaemon, float]]:
     """A daemon for the measurement, and the seconds from its spawning to READY."""
     start = time.perf_counter()
-    with DemoDaemon(TABLES) as daemon:
+    with OwnDaemon(TABLES) as daemon:
         ready_s = time.perf_counter() - start
         yield daemon, ready_s
 

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from hexrt.cli.demo_daemon import DemoDaemon
 from hexrt.cli.demo_questions import QUESTIONS, Question
 from hexrt.cli.demo_report import Comparison, as_json, compare, show_answer, step_times, steps_table
 from hexrt.cli.demo_run import Finished, run_one, run_several
@@ -37,6 +36,7 @@ from hexrt.cli.demo_workflow import (
     read_pictures,
     warm_up_workflow,
 )
+from hexrt.cli.own_daemon import OwnDaemon
 from hexrt.client import AsyncClient
 from hexrt.errors import BadRequest, Disconnected, TaskFailed
 from hexrt.tracing.perfetto import TraceSummary, write_trace
@@ -126,7 +126,7 @@ async def prepare(client: AsyncClient, options: Options, new_view: Callable[[], 
         raise TaskFailed(found[0] + more, "preparation")
 
 
-async def carry_out(options: Options, daemon: DemoDaemon, tool: LocalTool, new_view: Callable[[], View], say: Callable[[str], None]) -> Results:  # fmt: skip
+async def carry_out(options: Options, daemon: OwnDaemon, tool: LocalTool, new_view: Callable[[], View], say: Callable[[str], None]) -> Results:  # fmt: skip
     """All runs of the demo."""
     clock = asyncio.get_running_loop().time
     workflows = agents(options, tool.url)
@@ -209,7 +209,7 @@ def go(options: Options, as_json_object: bool, full: bool) -> int:
     def say(text: str) -> None:
         console.print(text, style="bold", highlight=False, soft_wrap=True)
 
-    with LocalTool() as tool, DemoDaemon(config_tables(options.models, tool.host), options.log) as daemon:
+    with LocalTool() as tool, OwnDaemon(config_tables(options.models, tool.host), options.log) as daemon:
         try:
             results = asyncio.run(carry_out(options, daemon, tool, new_view, say))
         except Disconnected as error:

@@ -1,6 +1,6 @@
-"""A `hexrtd` of the demo's own: its process, its socket and state in a temporary directory, its configuration.
+"""A `hexrtd` for one command (the demo, a measurement): its process, its socket and state in a temporary directory, its configuration.
 
-Owns the process and the directory from `__enter__` to `__exit__`; whatever ends the demo, nothing of either is left. Started from the
+Owns the process and the directory from `__enter__` to `__exit__`; whatever ends the command, nothing of either is left. Started from the
 main thread only: the kernel ends the daemon when the thread that started it is gone.
 """
 
@@ -39,16 +39,16 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class DemoDaemon:
-    """`with DemoDaemon(tables) as daemon: daemon.socket`. Raises Disconnected, with its last words, where it does not start."""
+class OwnDaemon:
+    """`with OwnDaemon(tables) as daemon: daemon.socket`. Raises Disconnected, with its last words, where it does not start."""
 
     def __init__(self, tables: Mapping[str, Mapping[str, object]], log: Path | None = None) -> None:
         """`log` names a file that stays; without it the log goes with the directory."""
         self._tables = tables
         self._kept_log = log
 
-    def __enter__(self) -> DemoDaemon:
-        self._directory = Path(tempfile.mkdtemp(prefix="hexrt-demo-"))
+    def __enter__(self) -> OwnDaemon:
+        self._directory = Path(tempfile.mkdtemp(prefix="hexrt-"))
         self._manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)  # what the daemon tells its service manager
         self.socket = self._directory / "hexrt.sock"
         try:
@@ -82,7 +82,7 @@ class DemoDaemon:
                 stdout=log,
                 stderr=log,
                 env=environ | {"NOTIFY_SOCKET": str(notify), "TMPDIR": str(temporary)},
-                process_group=0,  # Ctrl-C in the terminal is the demo's, which then stops the daemon in order
+                process_group=0,  # Ctrl-C in the terminal is the command's, which then stops the daemon in order
                 preexec_fn=_die_with_parent,
             )
             self._wait_ready()
