@@ -214,6 +214,7 @@ class Daemon:
             log.warning("a restart is needed for %s", ", ".join(restart))
         self.config = merged
         self.service.limits, self.service.admin_gids = merged.limits, merged.daemon.admin_gids
+        self.table.max_tasks = merged.limits.max_tasks
         self.server.set_limits(self._server_limits())
         logging.getLogger().setLevel(merged.daemon.log_level.upper())
         log.info("configuration reloaded")

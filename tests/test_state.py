@@ -232,3 +232,14 @@ def test_a_map_over_nothing_is_done_at_once_wherever_it_stands_and_however_many_
     assert run.state is RunState.SUCCEEDED and runs.open_tasks == 0
     assert {values.decode(s.output) == [] for s in run.steps if s.node.map is not None and s.output} == {True}
     runs.check_integrity()
+
+
+def test_all_maps_of_a_run_together_are_held_to_the_limit_of_tasks() -> None:
+    steps = (StepSpec("a", "noop"), *(StepSpec(f"m{i}", "noop", map=MapSpec({"$ref": "a"})) for i in range(4)))
+    runs = table()
+    runs.max_tasks = 10
+    run = submit(runs, Workflow(steps))
+    runs.apply(finished(place(runs, run, "a"), [0] * 4))
+    assert states(run) == {"a": "done", "m0": "ready", "m1": "ready", "m2": "failed", "m3": "failed"}
+    assert run.steps[3].error is not None and "10 tasks" in run.steps[3].error.message
+    runs.check_integrity()

@@ -65,6 +65,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     steps: list[Step] = []
     open_steps: int = 0
     in_flight: int = 0
+    mapped_tasks: int = 0  # made by maps so far
     state: RunState = RunState.RUNNING
     cancelled: ErrorRecord | None = None  # why the run is being stopped
     error: ErrorRecord | None = None

@@ -39,7 +39,7 @@ class RunTable:
 
     def __init__(self, check: Callable[[Workflow], TaskGraph], max_tasks: int = 1_000_000) -> None:
         self._check = check
-        self.max_tasks = max_tasks  # that one map may fan out to
+        self.max_tasks = max_tasks  # that the maps of one run may fan out to
         self.runs: dict[bytes, Run] = {}
         self.prepared: dict[bytes, TaskGraph] = {}  # graphs checked before their Submitted was applied
         self.submitted: list[Run] = []
@@ -144,8 +144,11 @@ class RunTable:
                 items = list(over.elements)
             else:
                 items = elements(pick(run.steps[over.step].output or NIL, over.path))
-            if len(items) > self.max_tasks:
-                raise TaskFailed(f"{len(items)} elements are more than the {self.max_tasks} tasks allowed")
+            run.mapped_tasks += len(items) * len(node.op.parts)
+            if run.mapped_tasks > self.max_tasks:
+                raise TaskFailed(
+                    f"with its {len(items)} elements there are more than the {self.max_tasks} tasks allowed"
+                )
         except HexrtError as error:
             self._fail_step(run, step, ErrorRecord("task_failed", f"map.over: {error.message}", node.id), now_ns)
             return False
