@@ -19,6 +19,7 @@ from hexrt.core import RunState
 from hexrt.errors import BadRequest, ErrorRecord, Unavailable
 from hexrt.events import CancelRequested, DeadlinePassed, DeviceUp, Emitted, Event, Failed, Recovered
 from hexrt.runtime.store import Store
+from hexrt.runtime.store_database import lock_directory
 from hexrt.runtime.store_records import LARGE_BYTES
 from tests.store_help import Owner, ended, finished, plains, replayed, run_id, started, submitted
 
@@ -469,3 +470,12 @@ def test_a_database_that_was_left_half_made_is_made_again(tmp_path: Path) -> Non
     (tmp_path / "hexrt.db.new-journal").write_bytes(b"half")
     Owner(tmp_path).close()
     assert os.listdir(tmp_path) == ["hexrt.db"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_state_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "theirs"
+    directory.mkdir(mode=0o700)
+    os.chown(directory, 65534, 65534)
+    with pytest.raises(BadRequest, match="belongs to another user"):
+        lock_directory(directory)

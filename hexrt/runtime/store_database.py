@@ -68,7 +68,10 @@ def lock_directory(directory: Path) -> int:
     except OSError as error:
         raise BadRequest(f"the state directory cannot be used: {error.strerror}", WHERE) from None
     try:
-        if stat.S_IMODE(os.fstat(fd).st_mode) & 0o022:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid():
+            raise BadRequest("the state directory belongs to another user: chown it, or choose another", WHERE)
+        if stat.S_IMODE(found.st_mode) & 0o022:
             raise BadRequest("the state directory may be written by other users: chmod it to 0700", WHERE)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
