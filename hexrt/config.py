@@ -86,4 +86,7 @@ class Config(_Section):
     ops: dict[str, dict[str, Any]] = {}  # [ops.NAME]: settings of an op, checked by the op
 
 
-LIVE = frozenset({"daemon.log_level", "daemon.admin_gids", "daemon.drain_s", "limits", "steps", "ops"})
+LIVE = frozenset(
+    {"daemon.log_level", "daemon.admin_gids", "daemon.drain_s", "steps"}
+    | {f"limits.{name}" for name in Limits.__struct_fields__ if name != "max_output_mib"}
+)  # hosts are told max_output_mib and [ops] when they start

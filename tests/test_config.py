@@ -131,9 +131,10 @@ def test_the_users_file_is_found_when_none_is_named(tmp_path: Path) -> None:
 
 
 def test_live_changes_are_taken_over_and_the_others_named(tmp_path: Path) -> None:
-    text = '[limits]\nmax_steps = 5\n[daemon]\nlog_level = "debug"\nsocket = "x"\n[pool]\nworkers = 2\n[models.m]\npath = "p"\n'
+    text = '[ops.noop]\nx = 1\n[limits]\nmax_steps = 5\nmax_output_mib = 5\n[daemon]\nlog_level = "debug"\nsocket = "x"\n[pool]\nworkers = 2\n[models.m]\npath = "p"\n'
     merged, restart = live_changes(Config(), load_config({}, {}, written(tmp_path, text)))
     assert (merged.limits.max_steps, merged.daemon.log_level) == (5, "debug")
     assert (merged.daemon.socket, merged.pool.workers, merged.models) == ("", 0, {})
-    assert restart == ["daemon.socket", "pool.workers", "models.m"]
+    assert (merged.ops, merged.limits.max_output_mib) == ({}, Config().limits.max_output_mib), "hosts have the old ones"
+    assert restart == ["daemon.socket", "limits.max_output_mib", "pool.workers", "models.m", "ops.noop"]
     assert live_changes(merged, merged) == (merged, [])
