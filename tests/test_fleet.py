@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -22,14 +22,21 @@ from hexrt.scheduling.cost import CostModel
 from tests.notation import place, submit, table, workflow
 
 
-@dataclass(eq=False)
-class DeadLink:
-    """What is left of a host: what its cell said, and what it was sent."""
+class DeadLink(HostLink):
+    """What is left of a host: what its cell said, what it was sent, and whether it was killed."""
 
-    last_command: int
-    last_begun: int
-    device: str = "pool:0"
-    sent: list[Any] = field(default_factory=list)
+    def __init__(self, last_command: int, last_begun: int) -> None:
+        self.device = "pool:0"
+        self._last_command, self._last_begun = last_command, last_begun
+        self.sent: list[Any] = []
+        self.killed = False
+
+    @property
+    def running_command(self) -> int:
+        return self._last_command
+
+    def kill(self) -> None:
+        self.killed = True
 
     def send(self, messages: list[Any]) -> None:
         self.sent += messages
@@ -57,7 +64,7 @@ class Scene:
 
     def die(self) -> dict[str, str]:
         """The host dies: the kind of each task's failure."""
-        self.fleet._on_death(cast(HostLink, self.link), "SIGKILL")
+        self.fleet._on_death(self.link, "SIGKILL")
         failed = [event for event in self.events if isinstance(event, Failed)]
         for event in failed:
             self.runs.apply(event)
@@ -79,7 +86,7 @@ async def scene(last_command: int = 0, last_begun: int = 0) -> Scene:
     device = Device("pool:0", DeviceKind.POOL, 64, "pool", ready=True)
     link = DeadLink(last_command, last_begun)
     brain.add_device(device)
-    fleet._members["pool:0"] = Member(device, "pool", cast(HostLink, link))
+    fleet._members["pool:0"] = Member(device, "pool", link)
     return Scene(fleet, runs, device, link, events)
 
 
@@ -120,7 +127,7 @@ async def test_hosts_may_die_again_and_again() -> None:
     here = await scene()
     for _ in range(5):
         here.device.ready = True
-        here.fleet._on_death(cast(HostLink, here.link), "SIGKILL")
+        here.fleet._on_death(here.link, "SIGKILL")
     await here.fleet.close()
 
 
@@ -134,4 +141,16 @@ async def test_a_launch_that_was_stopped_while_its_record_was_on_the_way_to_disk
     assert here.link.sent == ["launch of b"] and list(here.device.window.values()) == [other]
     (event,) = here.events
     assert event.error.kind == "cancelled" and event.attempt == stopped.attempt
+    await here.fleet.close()
+
+
+@pytest.mark.parametrize(("running", "silent_s", "killed"), [(0, 31, True), (0, 29, False), (1, 31, False)])
+async def test_a_host_that_holds_work_runs_none_and_is_silent_is_replaced(
+    running: int, silent_s: int, killed: bool
+) -> None:
+    here = await scene(running)
+    here.placed("a")
+    here.device.last_report_ns = 1_000_000_000
+    here.fleet.check_timeouts((1 + silent_s) * 1_000_000_000)
+    assert here.link.killed is killed
     await here.fleet.close()

@@ -27,6 +27,8 @@ from hexrt.runtime.retries import DROPPED, NOT_BEGUN
 
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
+SILENT_NS = 30_000_000_000
+"""How long a host may hold launches, run none of them and say nothing, before it is taken for dead and replaced."""
 STARTS = 3
 """Failed starts in a row after which a device is given up."""
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
@@ -264,6 +266,11 @@ class Fleet:
         """Stops every task that has run longer than its step allows."""
         for member in self._members.values():
             device, link = member.device, member.link
+            if isinstance(link, HostLink) and device.window and not link.running_command:
+                oldest = next(iter(device.window.values()))
+                if now_ns - max(device.last_report_ns, oldest.placed_ns) > SILENT_NS:
+                    link.kill()
+                    continue
             if device.kind is DeviceKind.POOL and isinstance(link, HostLink):
                 command = link.running_command
                 task = device.window.get(command)
