@@ -7,12 +7,12 @@ A task stays queued until its best device can take it, so that the choice is mad
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import Any
 
 import msgspec
 
 from hexrt.brain.engines import Engines
+from hexrt.brain.queue import ReadyQueue
 from hexrt.brain.view import Device
 from hexrt.core import DeviceKind, TaskState
 from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
@@ -25,6 +25,7 @@ from hexrt.values import NIL, pick
 from hexrt.workflow.graph import ITEM, InputRef, Node, TaskGraph
 
 READY, WAITING = TaskState.READY, TaskState.WAITING
+POOL = DeviceKind.POOL
 LAUNCH = 1  # the tag of protocol.host.Launch, sent as a plain tuple for speed
 SHORT_NS = 200_000
 """Tasks expected to be shorter are sent without a report of their start, and ahead of their single predecessor's end."""
@@ -35,7 +36,6 @@ MAX_LAUNCH_BYTES = 512 << 20
 """Of one task's inputs: half of what a message to a host may have."""
 
 Class = tuple[tuple[DeviceKind, ...], str | None]
-Entry = tuple[int, float, int, Task]
 
 
 def class_of(node: Node, part: int) -> Class:
@@ -63,8 +63,8 @@ class Brain:
         self.engines = engines
         self.devices: dict[str, Device] = {}
         self._by_class: dict[Class, list[Device]] = {}
-        self._queues: dict[Class, list[Entry]] = {}
-        self._count = 0
+        self._queues: dict[Class, ReadyQueue] = {}
+        self._queue_of: dict[tuple[int, int, str | None], ReadyQueue] = {}  # by op, part and device
         self.paused = False  # places nothing while it is set
 
     def add_device(self, device: Device) -> None:
@@ -94,7 +94,7 @@ class Brain:
 
     @property
     def queued(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(queue.count for queue in self._queues.values())
 
     def decide(self, now_ns: int) -> Commands:
         """One turn: takes over what became ready, places what can be placed, and passes on what must stop."""
@@ -140,12 +140,11 @@ class Brain:
             return
         step = task.step
         node = step.node
-        queue_class = class_of(node, task.op_part)
-        queue = self._queues.get(queue_class)
+        key = id(node.op), task.op_part, node.device  # ops live as long as the daemon
+        queue = self._queue_of.get(key)
         if queue is None:
-            queue = self._queues[queue_class] = []
-        self._count += 1
-        heappush(queue, (-node.priority, -step.rank, self._count, task))
+            queue = self._queue_of[key] = self._queues.setdefault(class_of(node, task.op_part), ReadyQueue())
+        queue.push((-node.priority, -step.rank), task)
 
     def _devices(self, queue_class: Class) -> list[Device]:
         """The devices that may run a class: of its kinds, and as the step insists."""
@@ -159,36 +158,36 @@ class Brain:
 
     def _place_queues(self, now_ns: int, out: Commands) -> None:
         """Places the most urgent task of all queues, then the next, until each queue's head must wait."""
-        active = [(queue_class, queue) for queue_class, queue in self._queues.items() if queue]
+        active = [(queue_class, queue) for queue_class, queue in self._queues.items() if queue.count]
         while active:
-            first = min(active, key=lambda entry: entry[1][0][:3]) if len(active) > 1 else active[0]
+            first = min(active, key=lambda entry: entry[1].urgency) if len(active) > 1 else active[0]
             queue_class, queue = first
-            if not self._place_queue(queue_class, queue, now_ns, out, len(active) > 1) or not queue:
+            if not self._place_queue(queue_class, queue, now_ns, out, len(active) > 1) or not queue.count:
                 active.remove(first)
 
-    def _place_queue(self, queue_class: Class, queue: list[Entry], now_ns: int, out: Commands, only_head: bool) -> bool:
+    def _place_queue(self, queue_class: Class, queue: ReadyQueue, now_ns: int, out: Commands, only_head: bool) -> bool:
         """Places tasks of one queue in their order, all or only the first; False where its head must wait."""
         devices = self._devices(queue_class)
         ready = [d for d in devices if d.ready]
         if not ready:
             if all(d.lost for d in devices):
-                while queue:
-                    self._refuse(heappop(queue)[3], queue_class, devices, now_ns, out)
+                while queue.count:
+                    self._refuse(queue.pop(), queue_class, devices, now_ns, out)
             return False
-        while queue:
-            task = queue[0][3]
+        while queue.count:
+            task = queue.first()
             if task.state != READY:  # cancelled or skipped since it was queued
-                heappop(queue)
+                queue.pop()
                 continue
             if task.step.node.op.parts[task.op_part].body is None:
-                heappop(queue)
+                queue.pop()
                 self._place_engine(task, ready, now_ns)
             else:
                 device, estimate = self._best(task, ready)
                 predicted_ns = int(estimate.mean_ns)
                 if not device.can_take(predicted_ns):
                     return False
-                heappop(queue)
+                queue.pop()
                 task.learn = estimate.observe
                 self._launch(task, device, predicted_ns, now_ns, out)
             if only_head:
@@ -197,20 +196,21 @@ class Brain:
 
     def _best(self, task: Task, ready: list[Device]) -> tuple[Device, Estimate]:
         """The device on which the task would end first, what is in flight there included."""
-        node = task.step.node
+        op, part = task.step.node.op.name, task.op_part
         work = task.work = self._work(task)
-        cost, name = self.cost, ""
-        best: Device | None = None
-        best_ns = 0.0
-        for device in ready:  # sorted by cost_name
+        best = ready[0]
+        name = best.cost_name
+        best_estimate = estimate = self.cost.estimate(op, part, name, work)
+        mean_ns = estimate.mean_ns
+        best_ns = best.backlog_ns + mean_ns
+        for device in ready:  # sorted by cost_name: workers of one pool share an estimate
             if device.cost_name != name:
                 name = device.cost_name
-                estimate = cost.estimate(node.op.name, task.op_part, name, work)
+                estimate = self.cost.estimate(op, part, name, work)
                 mean_ns = estimate.mean_ns
             finish_ns = device.backlog_ns + mean_ns
-            if best is None or finish_ns < best_ns:
+            if finish_ns < best_ns:
                 best, best_ns, best_estimate = device, finish_ns, estimate
-        assert best is not None
         return best, best_estimate
 
     def _place_engine(self, task: Task, ready: list[Device], now_ns: int) -> None:
@@ -259,7 +259,7 @@ class Brain:
             return
         sent = out.send.setdefault(device.name, [])
         sent.append(message)
-        if short and device.kind is DeviceKind.POOL and len(node.op.parts) == 1 and node.map is None:
+        if short and device.kind is POOL and len(node.op.parts) == 1 and node.map is None:
             self._look_ahead(task, device, now_ns, sent)
 
     def _send(self, task: Task, device: Device, predicted_ns: int, now_ns: int, bindings: tuple[Any, ...], report_start: bool) -> tuple[Any, ...]:  # fmt: skip
@@ -296,7 +296,7 @@ class Brain:
                 or node.device is not None
                 or node.priority < task.step.node.priority
                 or len(node.op.parts) != 1
-                or DeviceKind.POOL not in node.op.parts[0].kinds
+                or POOL not in node.op.parts[0].kinds
             ):
                 return
             next_task = step.tasks[0]

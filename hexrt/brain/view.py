@@ -11,6 +11,7 @@ from typing import Any
 from hexrt.core import DeviceKind
 from hexrt.runtime.entities import Task
 
+POOL = DeviceKind.POOL
 WINDOW_NS = 1_000_000
 """Work that is sent ahead to a pool worker, so that it never waits for the daemon: a few wake-ups' worth."""
 
@@ -38,7 +39,7 @@ class Device:
         if not self.ready:
             return False
         count = len(self.window)
-        if self.kind is DeviceKind.POOL:
+        if self.kind is POOL:
             return count == 0 or (count < self.max_in_flight and self.backlog_ns + predicted_ns <= WINDOW_NS)
         return count < self.max_in_flight
 

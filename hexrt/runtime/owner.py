@@ -55,7 +55,9 @@ class Owner:
     def post(self, event: Event) -> None:
         """The event is applied in the next turn, which comes by itself."""
         self._mailbox.append(event)
-        self.wake()
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._on_due)
 
     def wake(self) -> None:
         """Makes a turn happen without an event."""
@@ -104,10 +106,12 @@ class Owner:
                 break
         else:
             raise AssertionError(f"a turn does not end: {events[:3]}")
+        ended, table.ended = table.ended, []
+        for run in ended:
+            self._close(run)
         self._tell()
-        for run in table.ended:
-            self._end(run)
-        table.ended.clear()
+        for run in ended:
+            self.after(self.gate_of(run), lambda r=run: self._on_ended(r))  # type: ignore[misc]
         if self.when_still is not None and not any(run.in_flight for run in table.runs.values()):
             act, self.when_still = self.when_still, None
             act()
@@ -121,6 +125,8 @@ class Owner:
             return
         run = self._table.runs.get(event.run)  # type: ignore[union-attr]  # KEPT says so
         if run is not None and run.durability is not Durability.NONE:
+            if run.ended_ns and type(event) is not Submitted:
+                return  # the row of the ended run, written in this turn, says it all in one commit
             if type(event) is not Started or not run.steps[event.step].node.idempotent:
                 kept.append(event)
 
@@ -185,8 +191,7 @@ class Owner:
         for gate in sorted(later):
             self.after(gate, lambda c=later[gate]: self._on_changes(c))  # type: ignore[misc]
 
-    def _end(self, run: Run) -> None:
+    def _close(self, run: Run) -> None:
         self._brain.engines.run_ended(run.id)
         if run.durability is not Durability.NONE:
             run.ticket = self._store.close_run(ended_of(run), run.durability is Durability.SYNC)
-        self.after(self.gate_of(run), lambda: self._on_ended(run))
