@@ -49,7 +49,7 @@ demo: setup
 	@$(BIN)/hexrt demo
 
 test: setup $(TRACE_PROCESSOR)
-	@$(PYTEST) -m "not campaign"
+	@$(PYTEST)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

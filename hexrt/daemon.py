@@ -125,7 +125,7 @@ class Daemon:
         self._clear_temporary()
         self._temporary.mkdir(mode=0o700)
         fleet = owner.fleet = Fleet(
-            self._loop, self.brain, self.brain.engines, self._clock, owner.post, owner.wake, self._hello, first,
+            self._loop, self.brain, self.brain.engines, self._clock, owner.post, owner.wake, owner.turn_if_due, self._hello, first,
             host_environ(os.environ, self._temporary),
         )  # fmt: skip
         bodies = Bodies(self._ops, self._hello("io:0", 0), self.config.limits.max_output_mib << 20)

@@ -124,6 +124,15 @@ class MemoryBackend:
         await found.ended.wait()
         return m.RunResult(0, found.id, found.state, found.outputs, found.errors)
 
+    def when_ended(self, peer: Peer, run: RunId, push: Callable[[m.RunResult], None]) -> Callable[[], None]:
+        found = self._run(peer, run)
+
+        async def tell() -> None:
+            await found.ended.wait()
+            push(m.RunResult(0, found.id, found.state, found.outputs, found.errors))
+
+        return asyncio.get_running_loop().create_task(tell()).cancel
+
     def watch(self, peer: Peer, run: RunId, push: Push) -> Callable[[], None]:
         found = self._run(peer, run)
         for update in found.updates:

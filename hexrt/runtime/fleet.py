@@ -72,6 +72,7 @@ class Fleet:
         clock: Clock,
         post: Callable[[Event], None],
         wake: Callable[[], None],
+        turn: Callable[[], None],
         hello: Callable[[str, int], Hello],
         first_epoch: int,
         environ: dict[str, str],
@@ -82,6 +83,7 @@ class Fleet:
         self._clock = clock
         self._post = post
         self._wake = wake
+        self._turn = turn
         self._hello = hello
         self._epoch = first_epoch
         self._environ = environ
@@ -184,6 +186,7 @@ class Fleet:
                 self._finished(member, task, report)
             else:
                 self._report(member, report)
+        self._turn()
 
     def _finished(self, member: Member, task: Task, report: HostFinished) -> None:
         device = member.device

@@ -57,15 +57,16 @@ class Owner:
         self._mailbox.append(event)
         if not self._due:
             self._due = True
-            self._loop.call_soon(self._on_due)
+            self._loop.call_soon(self.turn_if_due)
 
     def wake(self) -> None:
         """Makes a turn happen without an event."""
         if not self._due:
             self._due = True
-            self._loop.call_soon(self._on_due)
+            self._loop.call_soon(self.turn_if_due)
 
-    def _on_due(self) -> None:
+    def turn_if_due(self) -> None:
+        """Takes the turn that is due now, rather than in the loop's next round."""
         if self._due:
             self.turn()
 

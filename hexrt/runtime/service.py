@@ -245,6 +245,22 @@ class Service:
             return result_of_ended(self._past(peer, run))
         return result_of(found)
 
+    def when_ended(self, peer: Peer, run: RunId, push: Callable[[RunResult], None]) -> Callable[[], None]:
+        found = self._run(peer, run)
+        if found is None:
+            push(result_of_ended(self._past(peer, run)))
+            return lambda: None
+
+        def tell() -> None:
+            push(result_of(found))
+
+        if found.ended_ns and self.owner.gate_of(found) <= self._store.committed:
+            tell()
+            return lambda: None
+        waiting = self._waiting.setdefault(run, [])
+        waiting.append(tell)
+        return lambda: waiting.remove(tell) if tell in waiting else None
+
     async def timeline(self, peer: Peer, run: RunId) -> RunTimeline:
         found = self._run(peer, run)
         if found is None:

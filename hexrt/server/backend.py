@@ -44,6 +44,9 @@ class Backend(Protocol):
     async def result(self, peer: Peer, run: RunId, wait: bool) -> RunResult:
         """Without `wait`, BadRequest while the run goes on."""
 
+    def when_ended(self, peer: Peer, run: RunId, push: Callable[[RunResult], None]) -> Callable[[], None]:
+        """Pushes the result once the run has ended, at once if it has; otherwise as `watch`. Spares a short run a task of the loop."""
+
     def watch(self, peer: Peer, run: RunId, push: Callable[[Update | RunResult], None]) -> Callable[[], None]:
         """Pushes what is kept of the past at once, then what comes; the last message is a RunResult without outputs.
 

@@ -128,9 +128,16 @@ class Session:
             return
         self.connection.answer(m.Accepted(number, run), more_follows=follow == "result")
         if follow == "result":
-            self._wait(number, self._backend.result(self.peer, run, True))
+            self._open[number] = _nothing
+            stop = self._backend.when_ended(self.peer, run, partial(self._ended, number))
+            if number in self._open:
+                self._open[number] = stop
         else:
             self._follow(number, run, self._result_after_events)
+
+    def _ended(self, number: int, result: m.RunResult) -> None:
+        if number in self._open:
+            self._answer(replace(result, request=number))
 
     def _result_after_events(self, number: int, last: m.RunResult) -> None:
         if number in self._open:
