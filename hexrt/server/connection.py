@@ -39,7 +39,7 @@ class Connection:
     """Frame bodies are given to `on_frames`; `on_bad_frame` gets the error that made the stream unreadable."""
 
     __slots__ = (
-        "_flush_due", "_frames", "_held", "_loop", "_on_bad_frame", "_on_close", "_on_frames", "_paused", "_sent", "_socket",
+        "_flush_due", "_flush_later", "_frames", "_held", "_loop", "_on_bad_frame", "_on_close", "_on_frames", "_paused", "_sent", "_socket",
         "_splitter", "_stalled", "_unsent", "_watched", "_writing", "closed", "ending", "limits",
     )  # fmt: skip
 
@@ -65,6 +65,7 @@ class Connection:
         self._unsent = bytearray()
         self._held: deque[tuple[FromDaemon, Callable[[], object] | None]] = deque()
         self._flush_due = False
+        self._flush_later: asyncio.TimerHandle | None = None
         self._paused = False  # not read from
         self._writing = False  # waits until the socket takes more
         self._frames = 0  # seen
@@ -145,13 +146,17 @@ class Connection:
             size = len(self._unsent) - at - 4
         HEADER.pack_into(self._unsent, at, size)
         if more_follows:
-            self._loop.call_later(TOGETHER_S, self._flush)
+            if self._flush_later is None:
+                self._flush_later = self._loop.call_later(TOGETHER_S, self._flush)
         elif not self._flush_due and not self._writing:
             self._flush_due = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_due = False
+        if self._flush_later is not None:
+            self._flush_later.cancel()
+            self._flush_later = None
         if not self._writing:
             self._write()
 
