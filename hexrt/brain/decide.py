@@ -17,6 +17,7 @@ from hexrt.brain.view import Device
 from hexrt.core import DeviceKind, TaskState
 from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
 from hexrt.events import Event, Failed, Started
+from hexrt.ops.spec import by_input_bytes
 from hexrt.runtime.entities import Run, Task
 from hexrt.runtime.state import RunTable
 from hexrt.scheduling.cost import CostModel, Estimate
@@ -109,7 +110,7 @@ class Brain:
         if not self.paused:
             self._place_queues(now_ns, out)
         if table.stop:
-            stop = [t for t in table.stop if t.state == TaskState.PLACED or t.state == TaskState.RUNNING]
+            stop = [t for t in table.stop if t.state is TaskState.PLACED or t.state is TaskState.RUNNING]
             table.stop.clear()
             self.engines.stop([t for t in stop if self.engines.owns(t)], now_ns)
             out.stop = [t for t in stop if not self.engines.owns(t)]
@@ -136,7 +137,7 @@ class Brain:
             step.rank = rank
 
     def _queue(self, task: Task) -> None:
-        if task.state != READY:
+        if task.state is not READY:
             return
         step = task.step
         node = step.node
@@ -176,7 +177,7 @@ class Brain:
             return False
         while queue.count:
             task = queue.first()
-            if task.state != READY:  # cancelled or skipped since it was queued
+            if task.state is not READY:  # cancelled or skipped since it was queued
                 queue.pop()
                 continue
             if task.step.node.op.parts[task.op_part].body is None:
@@ -204,7 +205,7 @@ class Brain:
         mean_ns = estimate.mean_ns
         best_ns = best.backlog_ns + mean_ns
         for device in ready:  # sorted by cost_name: workers of one pool share an estimate
-            if device.cost_name != name:
+            if device.cost_name is not name:
                 name = device.cost_name
                 estimate = self.cost.estimate(op, part, name, work)
                 mean_ns = estimate.mean_ns
@@ -235,6 +236,8 @@ class Brain:
     def _work(self, task: Task) -> int:
         node = task.step.node
         size = len(node.inputs)
+        if node.op.work is by_input_bytes and not node.refs:
+            return size
         for ref in node.refs:
             raw = task.item if ref.step == ITEM else task.run.steps[ref.step].output
             size += len(raw) if raw is not None else 0
@@ -265,20 +268,18 @@ class Brain:
     def _send(self, task: Task, device: Device, predicted_ns: int, now_ns: int, bindings: tuple[Any, ...], report_start: bool) -> tuple[Any, ...]:  # fmt: skip
         """Places the task and makes its Launch."""
         node, run = task.step.node, task.run
-        device.command = command = device.command + 1
-        self.table.place(task, device.name, command, now_ns, predicted_ns)
-        device.window[command] = task
-        device.backlog_ns += predicted_ns
+        command = self._place(task, device, predicted_ns, now_ns)
         return (
             LAUNCH, command, task.attempt, node.op.name, task.op_part, run.id, node.id, run.uid, node.timeout_ns / 1e9,
             node.params_raw, node.inputs, bindings, report_start,
         )  # fmt: skip
 
-    def _place(self, task: Task, device: Device, predicted_ns: int, now_ns: int) -> None:
-        command = device.next_command()
+    def _place(self, task: Task, device: Device, predicted_ns: int, now_ns: int) -> int:
+        device.command = command = device.command + 1
         self.table.place(task, device.name, command, now_ns, predicted_ns)
         device.window[command] = task
         device.backlog_ns += predicted_ns
+        return command
 
     def _look_ahead(self, task: Task, device: Device, now_ns: int, sent: list[Any]) -> None:
         """Sends on to the same worker the steps that wait for `task` alone: a chain then costs no wake-up a step."""
@@ -290,7 +291,7 @@ class Brain:
             node = step.node
             if (
                 len(node.predecessors) != 1
-                or step.state != WAITING
+                or step.state is not WAITING
                 or node.map is not None
                 or not node.idempotent
                 or node.device is not None
@@ -303,7 +304,7 @@ class Brain:
             work = node.op.work(node.params, len(node.inputs))
             estimate = self.cost.estimate(node.op.name, 0, device.cost_name, work)
             predicted = int(estimate.mean_ns)
-            if next_task.state != WAITING or predicted >= SHORT_NS or not device.can_take(predicted):
+            if next_task.state is not WAITING or predicted >= SHORT_NS or not device.can_take(predicted):
                 return
             local = task.command
             bindings: tuple[Any, ...] = tuple((ref.to, ref.path, NIL, local) for ref in node.refs) or (
