@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer
 
-SENTINEL = "@@hexrt-answer@@"
-"""Stands for an answer whose ids are known already, while the text around it is rendered."""
+SENTINEL = "\ufdd1"
+"""Stands for an answer whose ids are known already, while the text around it is rendered. No text holds this code point."""
+BREAK = "\ufdd0"
+"""Cuts a special token's name in two where a text quotes it: only the template may open and close turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Vocabulary:
     tokens: Mapping[str, str]  # bos_token, eos_token, ... by name, for the template
     context_tokens: int
     size: int
+    special: tuple[str, ...]  # what the tokeniser takes for control tokens
 
 
 def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -60,8 +63,10 @@ def tokenise(vocabulary: Vocabulary, name: str, raw: bool, inputs: Mapping[str, 
             raise BadRequest("a raw prompt is given as `prompt` alone: leave out `messages` and `system`", "params.raw")
         new = vocabulary.tokeniser.encode(messages[0]["content"], add_special_tokens=prior is None).ids
     else:
+        messages = [{**message, "content": as_plain_text(vocabulary, message["content"])} for message in messages]
         text = render(vocabulary, name, messages) if prior is None else continuation(vocabulary, name, messages)
-        new = vocabulary.tokeniser.encode(text, add_special_tokens=False).ids
+        pieces = vocabulary.tokeniser.encode_batch(text.split(BREAK), add_special_tokens=False)
+        new = [token for piece in pieces for token in piece.ids]
     if prior is None:
         return list(new)
     if max(prior.ids) >= vocabulary.size:
@@ -88,6 +93,14 @@ def conversation(inputs: Mapping[str, Any], continued: bool) -> list[dict[str, s
         if message.role == "user" and not message.content.strip():
             raise BadRequest("the message is empty: say something", f"inputs.messages[{position}].content")
     return [{"role": message.role, "content": message.content} for message in given]
+
+
+def as_plain_text(vocabulary: Vocabulary, text: str) -> str:
+    """`text` with a BREAK inside each control token that it quotes, so that a document or tool cannot speak as another role."""
+    text = text.replace(BREAK, "").replace(SENTINEL, "")
+    for token in vocabulary.special:
+        text = text.replace(token, token[:1] + BREAK + token[1:])
+    return text
 
 
 def render(vocabulary: Vocabulary, name: str, messages: list[dict[str, str]]) -> str:
@@ -147,7 +160,10 @@ def _load(folder: str, stamp: int) -> Vocabulary:
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | dict)
     }
-    return Vocabulary(tokeniser, _template(path, settings), tokens, shape.context_tokens, shape.vocabulary)
+    special = tuple(
+        t.content for t in tokeniser.get_added_tokens_decoder().values() if t.special and len(t.content) > 1
+    )
+    return Vocabulary(tokeniser, _template(path, settings), tokens, shape.context_tokens, shape.vocabulary, special)
 
 
 def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
