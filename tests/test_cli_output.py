@@ -14,8 +14,8 @@ from hexrt.errors import ErrorRecord
 from hexrt.protocol.messages import Update
 
 
-def drawn(view: LiveView) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+def drawn(view: LiveView, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))
     with console.file:
         console.print(view.draw())
     return console.export_text()
@@ -32,6 +32,16 @@ def test_the_live_table_shows_states_tokens_and_errors_in_one_line_each() -> Non
     assert "one two" in shown and "\x1b[2J" not in shown and "timed_out: after 3 s" in shown and "ab" * 16 in shown
 
 
+def test_a_long_text_leaves_the_live_table_its_other_columns_and_shows_its_end() -> None:
+    view = LiveView()
+    view.update(Update(0, 1, "placed", "answer", 0, "pool:0"))
+    view.update(Update(0, 2, "tokens", "answer", 0, "cpu:0", text="word " * 100 + "and the last"))
+    view.update(Update(0, 3, "failed", "a_step_with_a_name_that_has_no_end", 0, error=ErrorRecord("task_failed", "no " * 100)))  # fmt: skip
+    shown = drawn(view, width=80)
+    assert "answer" in shown and "started  cpu:0" in shown and "and the last" in shown and "task_failed: no no" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_the_live_table_of_many_steps_shows_those_at_work_and_counts_the_rest() -> None:
     view = LiveView()
     for i in range(500):
@@ -46,6 +56,7 @@ def test_the_live_table_of_many_steps_shows_those_at_work_and_counts_the_rest() 
     [
         (Update(0, 1, "started", "a", 0, "pool:1"), "a started on pool:1"),
         (Update(0, 1, "started", "a", 7, "pool:1", 2), "a[7] started on pool:1 (attempt 2)"),
+        (Update(0, 1, "done", "a", 0, "cpu:0"), "a done on cpu:0"),
         (Update(0, 1, "tokens", "a", 0, text="two\nlines\x1b"), "a tokens two⏎lines␛"),
         (Update(0, 1, "failed", "a", 0, error=ErrorRecord("task_failed", "no\nluck")), "a failed task_failed: no luck"),
     ],

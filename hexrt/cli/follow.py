@@ -15,9 +15,13 @@ from hexrt.cli.output import error_text, one_line, visible
 from hexrt.protocol.messages import Update
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.measure import Measurement
     from rich.table import Table
+    from rich.text import Text
 
 MOST_ROWS = 24
+MOST_NAME = 24
 KEPT_TEXT = 400
 STYLES = {
     "done": "green",
@@ -57,7 +61,7 @@ class PlainView:
 def event_line(update: Update) -> str:
     """One event in one line; a map's parts by their position."""
     name = f"{update.step}[{update.part}]" if update.part else update.step
-    rest = f" on {update.device}" if update.device and update.event in ("placed", "started") else ""
+    rest = f" on {update.device}" if update.device and update.event in ("placed", "started", "done") else ""
     if update.event == "tokens":
         rest = f" {visible(update.text).replace(chr(10), chr(0x23CE))}"
     elif update.error is not None:
@@ -73,6 +77,25 @@ class _Row:
     device: str = ""
     ended: int = 0
     text: str = ""
+    error: str = ""
+
+
+class _Newest:
+    """The end of a text, as much of it as its column has room for."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        room, text = options.max_width, self._text
+        yield Text(text if len(text) <= room else f"…{text[len(text) - room + 1 :]}", no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement(1, max(1, len(self._text)))
 
 
 class LiveView:
@@ -87,30 +110,35 @@ class LiveView:
 
     def update(self, update: Update) -> None:
         row = self._rows.setdefault(update.step, _Row())
+        row.device = update.device or row.device
         if update.event == "tokens":
+            row.state = "started"  # a step's later parts are not told of; their text is
             row.text = (row.text + update.text)[-KEPT_TEXT:]
+            row.error = ""  # of an earlier attempt
             return
         row.state = update.event
-        row.device = update.device or row.device
         row.ended += update.event in ENDED
         if update.error is not None:
-            row.text = error_text(update.error)
+            row.error = error_text(update.error)
 
     def draw(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, title=f"run {self._run}" if self._run else None, title_justify="left")
-        for column in ("step", "state", "device", "ended", "text"):
-            table.add_column(column, no_wrap=True, overflow="ellipsis", ratio=1 if column == "text" else None)
+        title = f"run {self._run}" if self._run else None
+        table = Table(box=None, pad_edge=False, expand=True, title=title, title_justify="left")
+        table.add_column("step", no_wrap=True, overflow="ellipsis", max_width=MOST_NAME)
+        for column in ("state", "device", "ended"):
+            table.add_column(column, no_wrap=True)
+        table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
         rows = list(self._rows.items())
         shown = [r for r in rows if r[1].state not in ENDED][-MOST_ROWS:]
         ended = [r for r in rows if r[1].state in ENDED]
         shown = ended[len(ended) - max(MOST_ROWS - len(shown), 0) :] + shown if len(shown) < MOST_ROWS else shown
         for name, row in shown:
-            tail = one_line(row.text)[-80:]
-            cells = (one_line(name), row.state, row.device, str(row.ended), tail)
-            table.add_row(*(Text(cell, STYLES.get(row.state, "") if i == 1 else "") for i, cell in enumerate(cells)))
+            text = Text(row.error) if row.error else _Newest(one_line(row.text))
+            state = Text(row.state, STYLES.get(row.state, ""))
+            table.add_row(Text(one_line(name)), state, row.device, str(row.ended), text)
         if len(shown) < len(rows):
             table.add_row(f"... and {len(rows) - len(shown)} more", "", "", "", "")
         return table
