@@ -71,6 +71,7 @@ async def test_submit_then_ask_by_a_prefix_of_the_id(cli: Cli, tmp_path: Path) -
         assert code == 0 and len(run) == 32
         for command in ("status", "result", "watch", "cancel"):
             assert (await cli(command, run[:6]))[0] == 0, command
+        assert (await cli("cancel", run))[1] == f"{run} had ended before: succeeded\n"
         code, out, _ = await cli("status", "--json", run)
         assert json.loads(out)["summary"]["run"] == run
         code, out, _ = await cli("list", "--json", "--state", "succeeded")
@@ -191,7 +192,7 @@ async def test_an_ambiguous_prefix_is_refused_with_the_candidates(cli: Cli, tmp_
 
 async def test_validate_says_good_or_names_the_fault(cli: Cli, tmp_path: Path) -> None:
     code, out, _ = await cli("validate", written(tmp_path, step()))
-    assert code == 0 and "1 steps" in out
+    assert code == 0 and "good; 1 step, 0 edges" in out
     code, out, _ = await cli("validate", "--json", written(tmp_path, step()))
     assert json.loads(out)["steps"] == 1
     code, out, err = await cli("validate", written(tmp_path, step(op="noopp")))
@@ -261,6 +262,14 @@ async def test_ctrl_c_cancels_the_run_and_exits_130(tmp_path: Path) -> None:
         assert child.returncode == 130 and b"cancelled" in err and b"Traceback" not in err
         (run,) = here.backend.runs.values()
         assert run.state is RunState.CANCELLED
+
+
+async def test_cancel_says_that_the_run_is_cancelled(cli: Cli, tmp_path: Path) -> None:
+    async with serving(tmp_path / "s"):
+        _, run, _ = await cli("submit", written(tmp_path, step(op="hold")))
+        assert await cli("cancel", run.strip()) == (0, f"cancelled {run}", "")
+        code, out, _ = await cli("cancel", "--json", run.strip())
+        assert code == 0 and json.loads(out) == {"run": run.strip(), "state": "cancelled"}
 
 
 async def test_a_reader_that_goes_away_ends_the_command_quietly(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from hexrt.cli.options import Shared, find_run, read_workflow, shared_options
-from hexrt.cli.output import print_json
+from hexrt.cli.output import counted, print_json
 from hexrt.config import Config
 
 
@@ -27,7 +27,7 @@ def validate(file: str, as_json: bool) -> int:
     if as_json:
         print_json({"name": graph.name, "steps": len(graph.nodes), "edges": len(graph.edges), "bytes": graph.bytes})
     else:
-        print(f"{file}: {len(graph.nodes)} steps, {len(graph.edges)} edges: good")
+        print(f"{file}: good; {counted(len(graph.nodes), 'step')}, {counted(len(graph.edges), 'edge')}")
     return 0
 
 
@@ -63,5 +63,6 @@ def trace(shared: Shared, runs: tuple[str, ...], output: Path | None) -> int:
         )
     else:
         print(path)
-        print(f"{summary.attempts} attempts on {summary.tracks} tracks", file=sys.stderr)
+        size = f"{counted(summary.attempts, 'attempt')} on {counted(summary.tracks, 'track')}"
+        print(f"{size}; open it at https://ui.perfetto.dev", file=sys.stderr)
     return 0

@@ -107,6 +107,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console().print(table)
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def seconds(value: float) -> str:
     return f"{value:.3f} s" if value < 100 else f"{value:.0f} s"
 

@@ -192,8 +192,11 @@ def cancel(shared: Shared, run: str, reason: str) -> int:
     with shared.connect() as client:
         found = find_run(client, run)
         client.cancel(found, reason)
+        state = client.status(found).summary.state
     if shared.json:
-        print_json({"run": found})
-    else:
+        print_json({"run": found, "state": state})
+    elif state is RunState.CANCELLED:
         print(f"cancelled {found.hex()}")
+    else:
+        print(f"{found.hex()} had ended before: {state}")
     return 0
