@@ -264,7 +264,7 @@ def test_printing_somewhat_too_much_is_cut_and_goes_on(program: Run) -> None:
 def test_the_disk_is_limited(program: Run) -> None:
     code = """
 import errno, itertools
-for folder in ("/work", "/tmp", "/dev/shm"):
+for folder in ("/box", "/tmp", "/dev/shm"):
     try:
         for number in itertools.count():
             with open(f"{folder}/{number}", "wb") as file:
@@ -272,7 +272,7 @@ for folder in ("/work", "/tmp", "/dev/shm"):
     except OSError as error:
         print(folder, errno.errorcode[error.errno], number)
 """
-    assert program(code, disk_mib=2)["stdout"] == "/work ENOSPC 4\n/tmp ENOSPC 4\n/dev/shm ENOSPC 4\n"
+    assert program(code, disk_mib=2)["stdout"] == "/box ENOSPC 4\n/tmp ENOSPC 4\n/dev/shm ENOSPC 4\n"
 
 
 def test_making_files_without_end_is_stopped(program: Run) -> None:
@@ -321,8 +321,8 @@ for folder, folders, files in os.walk("/"):
         folders.clear()
 """
     written = program(code)["stdout"].split()
-    assert {"/work/new", "/work/out/new", "/tmp/new"} <= set(written)
-    private = ("/work/", "/tmp/", "/dev/shm/")
+    assert {"/box/new", "/box/out/new", "/tmp/new"} <= set(written)
+    private = ("/box/", "/tmp/", "/dev/shm/")
     devices = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")}
     assert [path for path in written if not path.startswith(private) and path not in devices] == []
 
@@ -330,7 +330,7 @@ for folder, folders, files in os.walk("/"):
 def test_the_environment_is_empty_but_for_its_own(program: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_TOKEN", "secret")
     output = program("import os\nprint(sorted(os.environ))\nprint(os.path.expanduser('~'), os.getcwd())")
-    assert output["stdout"] == "['HOME', 'LANG', 'LOGNAME', 'PATH', 'TMPDIR', 'USER']\n/work /work\n"
+    assert output["stdout"] == "['HOME', 'LANG', 'LOGNAME', 'PATH', 'TMPDIR', 'USER']\n/box /box\n"
 
 
 def test_no_socket_outside_can_be_reached(program: Run, state_dir: Path) -> None:
@@ -403,7 +403,7 @@ def test_a_folder_of_packages_can_be_allowed(program: Run, tmp_path: Path) -> No
 def test_only_plain_files_come_back(program: Run, state_dir: Path) -> None:
     code = """
 import os, sys
-os.chdir("/work/out")
+os.chdir("/box/out")
 os.symlink(sys.argv[1], "link"); os.symlink("/", "folder"); os.symlink("../program.py", "inner"); os.mkfifo("pipe")
 os.makedirs("/".join("d" * 30)); open("/".join("d" * 30) + "/deep", "w")
 open(b"bad\\xff", "w"); open("new\\nline", "w"); open("closed", "w"); os.chmod("closed", 0)
@@ -418,10 +418,10 @@ open("good", "w").write("good")
 
 
 def test_a_replaced_or_missing_result_folder_is_no_way_out(program: Run) -> None:
-    code = "import os\nos.rmdir('/work/out')\nos.symlink('/usr/bin', '/work/out')"
+    code = "import os\nos.rmdir('/box/out')\nos.symlink('/usr/bin', '/box/out')"
     output = program(code)
     assert (output["files"], output["left_out"]) == ({}, [".: not a folder"])
-    assert program("import os\nos.rmdir('/work/out')")["files"] == {}
+    assert program("import os\nos.rmdir('/box/out')")["files"] == {}
 
 
 def test_bytes_that_are_no_text_do_no_harm(program: Run) -> None:

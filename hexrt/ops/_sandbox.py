@@ -2,7 +2,7 @@
 
 Owns the bwrap process and every process below it: when `run` returns or raises, none of them is left. The sandbox has namespaces of
 its own (no network but an empty loopback), a read-only system with just the interpreter and its libraries, private tmpfs of bounded
-size for /work and /tmp, an empty /proc, no devices but null, zero, full and random, no capabilities, a system-call filter and rlimits.
+size for /box and /tmp, an empty /proc, no devices but null, zero, full and random, no capabilities, a system-call filter and rlimits.
 What rlimits cannot add up over forks (memory, files) is summed by `_sandbox_watch`. It does not hide timing or CPU load.
 
 As root the program gets a uid of its own, which no user has; as a plain user a user namespace takes its place.
@@ -34,7 +34,7 @@ SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/share/zonein
 TOP = ("/bin", "/lib", "/lib32", "/lib64")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin", "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox",
+    "PATH": "/usr/bin:/bin", "HOME": "/box", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox",
 }  # fmt: skip
 
 

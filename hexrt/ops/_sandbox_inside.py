@@ -20,8 +20,8 @@ import sys
 import time
 from typing import Any
 
-WORK = "/work"
-OUT = "/work/out"
+WORK = "/box"
+OUT = "/box/out"
 DEPTH = 16
 NICE = 10  # a program may use idle processors, and yields busy ones to the daemon and the models
 HELLO = b"+"

@@ -37,9 +37,9 @@ class Limits:
     timeout_s: float = 10.0
     memory_bytes: int = 512 * MIB  # of one process's address space, and of all their own pages together
     processes: int = 32  # threads count
-    disk_bytes: int = 64 * MIB  # of /work, and of /tmp
+    disk_bytes: int = 64 * MIB  # of /box, and of /tmp
     output_bytes: int = 256 << 10  # of stdout, and of stderr
-    result_bytes: int = 8 * MIB  # of the files under /work/out
+    result_bytes: int = 8 * MIB  # of the files under /box/out
     result_files: int = 100
 
 
