@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from hexrt.cli.follow import MOST_ROWS, LiveView, event_line
+from hexrt.cli.machine import facts_text
 from hexrt.cli.output import for_people, plain, print_json, print_table
 from hexrt.errors import ErrorRecord
 from hexrt.protocol.messages import Update
@@ -63,6 +64,11 @@ def test_the_live_table_of_many_steps_shows_those_at_work_and_counts_the_rest() 
 )
 def test_an_event_is_one_line(update: Update, line: str) -> None:
     assert event_line(update) == line
+
+
+def test_a_device_is_told_in_words_with_the_reason_last() -> None:
+    assert facts_text({"threads": 2, "npu": False, "why": "none is installed", "pid": 7}) == "threads 2, no npu, pid 7; none is installed"  # fmt: skip
+    assert facts_text({"npu": True}) == "npu" and facts_text({}) == ""
 
 
 def test_values_are_shown_to_people_by_what_they_are() -> None:

@@ -135,6 +135,9 @@ async def carry_out(options: Options, daemon: OwnDaemon, tool: LocalTool, new_vi
         say(f"hexrtd runs, its devices start; {len(options.documents)} documents go into an index")
         await prepare(client, options, new_view)
         prepare_s = clock() - began
+        for device in await client.devices():
+            if why := device.why or device.facts.get("why"):
+                say(f"{device.name}: {why}")
         say(f"agents: {len(workflows)}, at most {min(options.agents, len(workflows))} at once")
         with new_view() as view:
             together = await run_several(client, workflows, options.agents, view)

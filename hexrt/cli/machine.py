@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 from hexrt.cli.options import Shared, shared_options
@@ -19,13 +22,19 @@ def devices(shared: Shared) -> int:
         return 0
     print_table(
         ("device", "state", "running", "queued", "done", "about"),
-        [
-            (d.name, d.state, str(d.running), str(d.queued), str(d.done),
-             d.why or ", ".join(f"{key} {value}" for key, value in d.facts.items()))
-            for d in found
-        ],
-    )  # fmt: skip
+        [(d.name, d.state, str(d.running), str(d.queued), str(d.done), d.why or facts_text(d.facts)) for d in found],
+    )
     return 0
+
+
+def facts_text(facts: Mapping[str, Any]) -> str:
+    """What a host says of its device: yes and no as words, and last why something is missing."""
+    said = [
+        (key if value else f"no {key}") if isinstance(value, bool) else f"{key} {value}"
+        for key, value in facts.items()
+        if key != "why"
+    ]
+    return "; ".join(part for part in (", ".join(said), str(facts.get("why", ""))) if part)
 
 
 @click.command()

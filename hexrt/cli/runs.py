@@ -73,7 +73,7 @@ def _show(shown: View, event: Accepted | Update) -> None:
 
 
 def _cancel_or_leave(shared: Shared, run: str) -> None:
-    print(f"hexrt: cancelling {run}; Ctrl-C again to leave it alone", file=sys.stderr)
+    print(f"hexrt: cancelling {run}; Ctrl-C again leaves it", file=sys.stderr)
     try:
         with shared.connect() as client:  # the first connection may have broken off in the middle of a message
             client.cancel(run, "Ctrl-C at hexrt run")
