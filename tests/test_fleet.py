@@ -81,8 +81,9 @@ async def scene(last_command: int = 0, last_begun: int = 0) -> Scene:
     engines = Engines({}, 1 << 20, 16, 1)
     brain = Brain(runs, CostModel(), engines)
     fleet = Fleet(
-        asyncio.get_running_loop(), brain, engines, SystemClock(), events.append, lambda: None, no_more_hosts, 1, {}
-    )
+        asyncio.get_running_loop(), brain, engines, SystemClock(), events.append, lambda: None, lambda: None,
+        no_more_hosts, 1, {},
+    )  # fmt: skip
     device = Device("pool:0", DeviceKind.POOL, 64, "pool", ready=True)
     link = DeadLink(last_command, last_begun)
     brain.add_device(device)
