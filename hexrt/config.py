@@ -37,12 +37,14 @@ class Limits(_Section):
     max_nesting: Annotated[int, msgspec.Meta(ge=4, le=64)] = 32  # of lists and dicts in inputs and params
     max_output_mib: Positive = 32  # of one task
     max_open_runs: Positive = 10_000
-    max_open_tasks: Positive = 2_000_000
+    max_open_tasks: Positive = 2_000_000  # of all open runs: steps, and the elements of their maps
+    max_run_mib: Positive = 1024  # inputs, tasks and outputs of one run in memory
+    max_held_mib: Positive = 4096  # of all open runs together
     max_clients: Positive = 256
     max_unsent_mib: Positive = 8  # to a client that does not read
     half_frame_s: Seconds = 30.0  # how long a frame may stay unfinished
     kept_runs: Positive = 1_000  # ended runs kept in memory
-    kept_mib: Positive = 256
+    kept_mib: Positive = 256  # of ended runs in memory; they give way where max_held_mib is reached
 
 
 class Steps(_Section):

@@ -108,10 +108,17 @@ class Daemon:
 
     # --- start --------------------------------------------------------------------------------------------------
 
+    def _limit_table(self) -> None:
+        """What all runs together may hold depends on the moment: a replay, which only repeats what was, goes without."""
+        limits, table = self.config.limits, self.table
+        table.max_tasks, table.max_open_tasks = limits.max_tasks, limits.max_open_tasks
+        table.holding.max_run_bytes, table.holding.max_held_bytes = limits.max_run_mib << 20, limits.max_held_mib << 20
+
     def recover(self) -> None:
         """Replays what the store has; what was in flight when the last daemon stopped is settled by one Recovered."""
         for event in self.store.replay():
             self.table.apply(event)
+        self._limit_table()
         for damage in self.store.damaged:
             if damage.step < 0:
                 self.store.close_run(ended_of_lost(damage.run, damage.uid, self._clock.wall_ns()))
@@ -214,7 +221,7 @@ class Daemon:
             log.warning("a restart is needed for %s", ", ".join(restart))
         self.config = merged
         self.service.limits, self.service.admin_gids = merged.limits, merged.daemon.admin_gids
-        self.table.max_tasks = merged.limits.max_tasks
+        self._limit_table()
         self.server.set_limits(self._server_limits())
         logging.getLogger().setLevel(merged.daemon.log_level.upper())
         log.info("configuration reloaded")

@@ -123,10 +123,19 @@ class DeadlinePassed(msgspec.Struct, frozen=True, array_like=True, tag=11, gc=Fa
     at_ns: int
 
 
+class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
+    """There was no room for more of this run, or with step >= 0 of that step: decided from what all runs held then, so it is recorded."""
+
+    run: bytes
+    step: int
+    at_ns: int
+    error: ErrorRecord
+
+
 Event = (
     Submitted | Started | Finished | Failed | Emitted | CancelRequested | Placed | DeviceUp | DeviceDown | Recovered
-    | DeadlinePassed
+    | DeadlinePassed | Stopped
 )  # fmt: skip
 
-DURABLE = (Submitted, Started, Finished, Failed, Emitted, CancelRequested, Recovered, DeadlinePassed)
+DURABLE = (Submitted, Started, Finished, Failed, Emitted, CancelRequested, Recovered, DeadlinePassed, Stopped)
 """What the store keeps, for runs whose durability is not none. A Started of an idempotent task is not given to it."""

@@ -110,9 +110,9 @@ def pick(raw: bytes | msgspec.Raw, path: Sequence[str | int]) -> msgspec.Raw:
 
 
 def elements(raw: bytes | msgspec.Raw) -> list[msgspec.Raw]:
-    """The encoded elements of an encoded list, copied out of it. Raises TaskFailed where it is no list."""
+    """The encoded elements of an encoded list; each keeps the whole of it in memory. Raises TaskFailed where it is no list."""
     try:
-        return [part.copy() for part in _raw_list.decode(raw)]
+        return _raw_list.decode(raw)
     except msgspec.MsgspecError:
         raise TaskFailed("a map needs a list, and this is none") from None
 
@@ -126,4 +126,4 @@ def join(parts: Sequence[bytes | msgspec.Raw]) -> msgspec.Raw:
         head = b"\xdc" + n.to_bytes(2, "big")
     else:
         head = b"\xdd" + n.to_bytes(4, "big")
-    return msgspec.Raw(head + b"".join(bytes(part) for part in parts))
+    return msgspec.Raw(b"".join([head, *parts]))

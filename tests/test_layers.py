@@ -34,6 +34,9 @@ LAYERS: dict[str, float] = {
     "hexrt.memory.lru": 3.1,
     "hexrt.runtime.state": 3.1,
     "hexrt.runtime.entities": 3.1,
+    "hexrt.runtime.holding": 3.1,
+    "hexrt.runtime.maps": 3.1,
+    "hexrt.runtime.retries": 3.1,
     "hexrt.scheduling": 4.0,
     "hexrt.llm.batch": 4.1,
     "hexrt.llm.sequence": 4.0,
@@ -56,7 +59,7 @@ LAYERS: dict[str, float] = {
 PURE = (
     "hexrt.core", "hexrt.errors", "hexrt.values", "hexrt.events", "hexrt.workflow", "hexrt.ops", "hexrt.protocol",
     "hexrt.memory.pool", "hexrt.memory.plan", "hexrt.memory.lru", "hexrt.runtime.state",
-    "hexrt.runtime.entities", "hexrt.llm.batch",
+    "hexrt.runtime.entities", "hexrt.runtime.holding", "hexrt.runtime.maps", "hexrt.runtime.retries", "hexrt.llm.batch",
     "hexrt.llm.outcome", "hexrt.llm.sequence", "hexrt.llm.steps", "hexrt.scheduling", "hexrt.brain",
 )  # fmt: skip
 """No async, I/O, clock or threads. An op's file is pure where it is imported: its body may import what it needs inside its function."""

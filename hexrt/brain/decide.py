@@ -115,6 +115,9 @@ class Brain:
             self.engines.stop([t for t in stop if self.engines.owns(t)], now_ns)
             out.stop = [t for t in stop if not self.engines.owns(t)]
         self.engines.decide(now_ns, self.devices, out.send, out.events)
+        if table.holding.refused:
+            out.events += table.holding.refused
+            table.holding.refused.clear()
         return out
 
     def _rank(self, run: Run) -> None:

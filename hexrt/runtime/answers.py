@@ -49,7 +49,7 @@ def step_status(step: Step) -> StepStatus:
     if state == TaskState.READY:
         state = max((t.state for t in step.tasks if t.state <= TaskState.RUNNING), default=state)
     return StepStatus(
-        node.id, node.op.name, NAMES[state], max(1, len(step.tasks) // parts) if node.map is None else len(step.tasks) // parts,
+        node.id, node.op.name, NAMES[state], 1 if node.map is None else step.size,
         sum(t.state == TaskState.DONE for t in step.tasks[parts - 1 :: parts]),
         next((t.device for t in reversed(step.tasks) if t.device), ""),
         max((t.attempt for t in step.tasks), default=0),

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from hexrt.core import Durability, RunState, TaskState
 from hexrt.errors import ErrorRecord
+from hexrt.events import Emitted
 from hexrt.protocol.messages import AttemptRecord
 from hexrt.workflow.graph import Node, TaskGraph
 
@@ -46,10 +47,14 @@ class Step(msgspec.Struct, gc=False, eq=False):
     pending: int
     state: TaskState = TaskState.WAITING
     rank: float = 0.0  # remaining critical path in ns, this step included
-    tasks: list[Task] = []
+    tasks: list[Task] = []  # of a map, those of its first elements: the others are made as these end
+    size: int = 0  # elements of a map, once it is known over what
     open_tasks: int = 0
-    held: list[Task] | None = None  # map tasks kept back by max_in_flight, last first
+    items: Sequence[msgspec.Raw] | None = None  # what a map goes over, until it has ended
+    outputs: list[msgspec.Raw] | None = None  # of the elements of a map, until it has ended
+    parts_bytes: int = 0  # of the outputs that only the step itself still needs
     output: msgspec.Raw | None = None
+    read: int = 0  # successors known to have ended, in their order
     error: ErrorRecord | None = None
 
 
@@ -65,7 +70,10 @@ class Run(msgspec.Struct, gc=False, eq=False):
     steps: list[Step] = []
     open_steps: int = 0
     in_flight: int = 0
-    mapped_tasks: int = 0  # made by maps so far
+    mapped_tasks: int = 0  # of maps so far
+    held_bytes: int = 0  # by its graph, tasks and outputs
+    charged_bytes: int = 0  # of that, counted among those of all runs; some more at most
+    kept: frozenset[int] | None = None  # the steps that its outputs are of, once it holds a large output
     state: RunState = RunState.RUNNING
     cancelled: ErrorRecord | None = None  # why the run is being stopped
     error: ErrorRecord | None = None
@@ -95,6 +103,25 @@ def record_of(task: Task, state: str = "") -> AttemptRecord:
         task.placed_ns, task.start_ns, task.end_ns, state or NAMES[task.state], task.predicted_ns,
         len(task.answered) if task.answered else 0,
     )  # fmt: skip
+
+
+def add_tokens(task: Task, event: Emitted) -> bool:
+    """Appends to the answer so far; False, with nothing changed, where the event does not go on from there."""
+    if task.answered is None or task.text is None:
+        task.answered, task.text = [], []
+    if event.first != len(task.answered):
+        return False
+    task.answered.extend(event.ids)
+    task.text.append(event.text)
+    return True
+
+
+def check_counts(run: Run) -> None:
+    """Asserts that the run's counters equal what they count."""
+    in_flight = sum(t.state in (TaskState.PLACED, TaskState.RUNNING) for s in run.steps for t in s.tasks)
+    assert in_flight == run.in_flight, f"run {run.id.hex()}: {in_flight} in flight, counted {run.in_flight}"
+    open_steps = sum(s.state < TaskState.DONE for s in run.steps)
+    assert open_steps == run.open_steps, f"run {run.id.hex()}: {open_steps} open, counted {run.open_steps}"
 
 
 def story(task: Task) -> str:

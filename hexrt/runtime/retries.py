@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from hexrt.core import TaskState
+from hexrt.errors import ErrorRecord
 from hexrt.events import Failed
-from hexrt.runtime.entities import Task
+from hexrt.runtime.entities import Run, Task
 
 MAX_BLAMELESS = 3
 """How often a task is started again after its device or worker went away under it, before that is taken for its own fault."""
@@ -25,3 +29,21 @@ def may_try_again(task: Task, event: Failed) -> bool:
     if event.error.kind in FINAL_KINDS or task.failures > node.retries:
         return False
     return node.idempotent or event.error.kind not in ("worker_died", "device_lost", "timed_out")
+
+
+def final_error(task: Task, error: ErrorRecord) -> ErrorRecord:
+    """The error of a step whose task gets no further attempt."""
+    node = task.step.node
+    where = node.id if node.map is None else f"{node.id}[{task.part // len(node.op.parts)}]"
+    return ErrorRecord(error.kind, error.message, error.where or where, error.retryable)
+
+
+def lost_with_daemon(run: Run, now_ns: int) -> Iterator[Failed]:
+    """One for each task that was in flight when the last daemon stopped."""
+    error = ErrorRecord("device_lost", "the daemon stopped while this step ran; whether it took effect is not known")
+    for step in run.steps:
+        for task in list(step.tasks):
+            if task.state is TaskState.PLACED or task.state is TaskState.RUNNING:
+                yield Failed(
+                    run.id, step.node.index, task.part, task.attempt, task.device, task.start_ns, now_ns, error, False
+                )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -39,6 +38,7 @@ from hexrt.runtime.answers import (
 )  # fmt: skip
 from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.owner import Owner
+from hexrt.runtime.room import Room, tasks_of
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
 from hexrt.runtime.store_records import EndedRun
@@ -47,8 +47,6 @@ from hexrt.workflow.model import Workflow
 
 Push = Callable[[Update | RunResult], None]
 TICK_S = 0.05
-STEP_BYTES, TASK_BYTES = 1500, 400
-"""About what a step, its node in the graph included, and a task take in memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -79,11 +77,10 @@ class Service:
         self.admin_gids = admin_gids
         self._check = check
         self._on_shutdown = on_shutdown
-        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended)
+        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended, self._closed)
         self._watches: dict[bytes, list[Watch]] = {}
         self._waiting: dict[bytes, list[Callable[[], None]]] = {}
-        self._kept: deque[tuple[Run, int]] = deque()
-        self._kept_bytes = 0
+        self._room = Room(table, lambda run: loop.call_soon(table.forget, run))
         self._deadlines: list[tuple[int, bytes, int]] = []
         self._tick: asyncio.TimerHandle | None = None
         self._submitting = 0
@@ -97,18 +94,15 @@ class Service:
         if self.draining:
             raise Overloaded("the daemon is shutting down; submit again once it is back")
         limits, table = self.limits, self._table
-        if table.open_runs + self._submitting >= limits.max_open_runs:
-            raise Overloaded(
-                f"{table.open_runs} runs are open, as many as limits.max_open_runs allows; try again later"
-            )
-        if table.open_tasks + len(workflow.steps) > limits.max_open_tasks:
-            raise Overloaded(f"{table.open_tasks} tasks are open; limits.max_open_tasks allows {limits.max_open_tasks}; try again later")  # fmt: skip
+        tasks = tasks_of(workflow)
+        self._room.check(tasks, 0, self._submitting, limits)
         if self._store.is_behind() and durability is not Durability.NONE:
             raise Overloaded("the disk is behind with what is to be recorded; try again later")
         self._submitting += 1
         try:
             graph = await self._checked(workflow)
             self._brain.check_runnable(graph)
+            self._room.check(tasks, graph.bytes, self._submitting - 1, limits)  # others came in meanwhile
         finally:
             self._submitting -= 1
         run = RunId(os.urandom(16))
@@ -318,17 +312,9 @@ class Service:
             watches.clear()
         for act in self._waiting.pop(run.id, ()):
             act()
-        self._keep(run)
 
-    def _keep(self, run: Run) -> None:
-        """Keeps the newest ended runs in memory, up to the configured count and bytes."""
-        size = sum(STEP_BYTES + TASK_BYTES * len(s.tasks) + len(s.output or b"") for s in run.steps)
-        self._kept.append((run, size))
-        self._kept_bytes += size
-        while len(self._kept) > self.limits.kept_runs or self._kept_bytes > self.limits.kept_mib << 20:
-            old, old_size = self._kept.popleft()
-            self._kept_bytes -= old_size
-            self._loop.call_soon(self._table.forget, old)
+    def _closed(self, run: Run) -> None:
+        self._room.keep(run, self.limits)
 
     # --- the daemon ---------------------------------------------------------------------------------------------
 
@@ -353,7 +339,8 @@ class Service:
                 "open_runs": float(table.open_runs),
                 "open_tasks": float(table.open_tasks),
                 "queued_tasks": float(self._brain.queued),
-                "kept_runs": float(len(self._kept)),
+                "kept_runs": float(self._room.kept),
+                "held_bytes": float(table.holding.held_bytes),
                 "turns": float(self.owner.turns),
                 "store_pending_bytes": float(store.pending_bytes),
                 "store_committed": float(store.committed),

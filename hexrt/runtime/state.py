@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from hexrt.core import RunState, TaskState
-from hexrt.errors import ErrorRecord, HexrtError, TaskFailed
-from hexrt.events import (
+from hexrt.errors import ErrorRecord, HexrtError
+from hexrt.events import (  # fmt: skip
     CancelRequested,
     DeadlinePassed,
     Emitted,
@@ -23,11 +23,14 @@ from hexrt.events import (
     Finished,
     Recovered,
     Started,
+    Stopped,
     Submitted,
-)  # fmt: skip
-from hexrt.runtime.entities import Change, Run, Step, Task, record_of, story
-from hexrt.runtime.retries import DROPPED, may_try_again
-from hexrt.values import EMPTY_LIST, NIL, elements, join, pick
+)
+from hexrt.runtime import maps
+from hexrt.runtime.entities import Change, Run, Step, Task, add_tokens, check_counts, record_of, story
+from hexrt.runtime.holding import NO_LIMIT, STEP_BYTES, TASK_BYTES, Holding
+from hexrt.runtime.retries import DROPPED, final_error, lost_with_daemon, may_try_again
+from hexrt.values import EMPTY_LIST, join
 from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import Workflow
 
@@ -49,6 +52,8 @@ class RunTable:
         self.changes: list[Change] = []
         self.open_runs = 0
         self.open_tasks = 0
+        self.max_open_tasks = NO_LIMIT  # that maps may fan out to, all runs together; set after a replay
+        self.holding = Holding(self.runs)
         self._apply: dict[type, Callable[[Any], None]] = {
             Submitted: self._submitted,
             Started: self._started,
@@ -57,6 +62,7 @@ class RunTable:
             Emitted: self._emitted,
             CancelRequested: self._cancel,
             DeadlinePassed: self._deadline,
+            Stopped: self._stopped,
             Recovered: self._recovered,
         }
 
@@ -83,7 +89,8 @@ class RunTable:
 
     def forget(self, run: Run) -> None:
         """Lets go of an ended run."""
-        self.runs.pop(run.id, None)
+        if self.runs.pop(run.id, None) is not None:
+            self.holding.run_forgotten(run)
         for step in run.steps:
             step.tasks.clear()
         run.steps.clear()
@@ -111,6 +118,8 @@ class RunTable:
         run.steps = [Step(node, len(node.predecessors)) for node in graph.nodes]
         run.open_steps = len(run.steps)
         self.open_tasks += run.open_steps
+        run.held_bytes = graph.bytes + (STEP_BYTES + TASK_BYTES) * run.open_steps
+        self.holding.charge(run, "", 0, event.at_ns)
         self.submitted.append(run)
         for step in run.steps:
             node = step.node
@@ -118,52 +127,36 @@ class RunTable:
                 if len(node.op.parts) == 1:
                     step.tasks.append(Task(run, step, 0, 0))
                 else:
-                    self._make_tasks(run, step, 0, None)
+                    maps.add_parts(run, step, 0, None)
         for step in run.steps:
             if not step.node.predecessors and self._step_ready(run, step, event.at_ns):
                 self._step_done(run, step, EMPTY_LIST, event.at_ns)
 
-    def _make_tasks(self, run: Run, step: Step, position: int, item: msgspec.Raw | None) -> None:
-        parts = len(step.node.op.parts)
-        for op_part in range(parts):
-            task = Task(run, step, position * parts + op_part, op_part)
-            if item is not None:
-                task.item = item
-            step.tasks.append(task)
-
     def _step_ready(self, run: Run, step: Step, now_ns: int) -> bool:
-        """All predecessors ended well: the first part of each of its tasks becomes ready. True for a map over nothing, which is done."""
+        """All predecessors ended well: its task, or those of its first elements, become ready. True for a map over nothing, which is done."""
         node = step.node
         if node.map is None:
             step.state = READY
             self._task_ready(step.tasks[0], now_ns)
             return False
-        over = node.map
         try:
-            if over.elements is not None:
-                items = list(over.elements)
-            else:
-                items = elements(pick(run.steps[over.step].output or NIL, over.path))
-            run.mapped_tasks += len(items) * len(node.op.parts)
-            if run.mapped_tasks > self.max_tasks:
-                raise TaskFailed(
-                    f"with its {len(items)} elements there are more than the {self.max_tasks} tasks allowed"
-                )
+            items = maps.read_items(run, step, self.max_tasks)
         except HexrtError as error:
             self._fail_step(run, step, ErrorRecord("task_failed", f"map.over: {error.message}", node.id), now_ns)
             return False
+        more = max(0, len(items) - 1)
+        if self.open_tasks + more > self.max_open_tasks and node.map is not None and node.map.elements is None:
+            self.holding.refused.append(
+                maps.no_room(run, step, len(items), self.open_tasks, self.max_open_tasks, now_ns)
+            )
+            return False
         step.state = READY
-        for position, item in enumerate(items):
-            self._make_tasks(run, step, position, item)
-        step.open_tasks = len(items)
-        self.open_tasks += max(0, len(items) - 1)
+        first = maps.begin(run, step, items)
+        self.open_tasks += more
+        run.held_bytes += TASK_BYTES * more if items else len(EMPTY_LIST)
+        self.holding.charge(run, node.id, 0, now_ns)
         if run.watched:
             self.changes.append(Change(run, "expanded", step, None, str(len(items))))
-        parts = len(node.op.parts)
-        first = step.tasks[::parts]
-        if over.max_in_flight and len(first) > over.max_in_flight:
-            step.held = first[over.max_in_flight :][::-1]
-            first = first[: over.max_in_flight]
         for task in first:
             self._task_ready(task, now_ns)
         return not items
@@ -181,9 +174,12 @@ class RunTable:
         run = self.runs.get(event.run)
         if run is None or run.ended_ns or event.step >= len(run.steps):
             return None
-        tasks = run.steps[event.step].tasks
-        if event.part >= len(tasks):
-            return None
+        step = run.steps[event.step]
+        tasks = step.tasks
+        while event.part >= len(tasks):  # in a replay an element may have been begun earlier than it would be now
+            if not maps.has_more(step):
+                return None
+            self._task_ready(maps.add_element(run, step), run.submitted_ns)
         task = tasks[event.part]
         if event.attempt < task.attempt or task.state >= DONE:
             return None
@@ -215,26 +211,40 @@ class RunTable:
         task.device = event.device
         task.start_ns = event.start_ns
         task.end_ns = event.end_ns
-        task.output = event.output
-        last = task.op_part + 1 == len(node.op.parts)
+        parts = len(node.op.parts)
+        last = task.op_part + 1 == parts
         if run.watched and last:
             self.changes.append(Change(run, "done", step, task))
         if step.state >= DONE:  # the step failed or was cancelled meanwhile
             self._maybe_end(run, event.end_ns)
-        elif not last:
+            return
+        output = event.output
+        run.held_bytes += len(output)
+        if run.held_bytes > run.charged_bytes:
+            self.holding.charge(run, node.id, len(output), event.end_ns)
+        if not last:
+            task.output = output
             self._task_ready(step.tasks[task.part + 1], event.end_ns)
-        elif node.map is None:
-            self._step_done(run, step, event.output, event.end_ns)
+        elif node.map is not None:
+            self._element_done(run, step, task, output, event.end_ns)
         else:
-            self._element_done(run, step, event.end_ns)
+            if parts > 1:
+                self.holding.element_ended(run, step, parts)
+            self._step_done(run, step, output, event.end_ns)
 
-    def _element_done(self, run: Run, step: Step, now_ns: int) -> None:
+    def _element_done(self, run: Run, step: Step, task: Task, output: msgspec.Raw, now_ns: int) -> None:
+        assert step.outputs is not None
+        step.outputs[task.part // len(step.node.op.parts)] = output
+        step.parts_bytes += len(output)
+        self.holding.element_ended(run, step, task.part + 1)
         step.open_tasks -= 1
-        if step.held:
-            self._task_ready(step.held.pop(), now_ns)
-        if step.open_tasks == 0:
-            parts = len(step.node.op.parts)
-            self._step_done(run, step, join([t.output or NIL for t in step.tasks[parts - 1 :: parts]]), now_ns)
+        if maps.has_more(step):
+            self._task_ready(maps.add_element(run, step), now_ns)
+        elif step.open_tasks == 0:
+            whole = join(step.outputs)
+            run.held_bytes += len(whole)
+            self.holding.parts_joined(run, step)
+            self._step_done(run, step, whole, now_ns)
 
     def _step_done(self, run: Run, step: Step, output: msgspec.Raw, now_ns: int) -> None:
         steps, done = run.steps, [step]
@@ -243,7 +253,9 @@ class RunTable:
             step.state = DONE
             step.output = output
             run.open_steps -= 1
-            self.open_tasks -= max(1, len(step.tasks) // len(step.node.op.parts))
+            self.open_tasks -= max(1, step.size)
+            if run.kept is not None:
+                self.holding.step_ended(run, step)
             for index in step.node.successors:
                 successor = steps[index]
                 successor.pending -= 1
@@ -255,15 +267,7 @@ class RunTable:
 
     def _emitted(self, event: Emitted) -> None:
         task = self._find(event)
-        if task is None:
-            return
-        if task.answered is None or task.text is None:
-            task.answered, task.text = [], []
-        if event.first != len(task.answered):
-            return
-        task.answered.extend(event.ids)
-        task.text.append(event.text)
-        if task.run.watched and event.text:
+        if task is not None and add_tokens(task, event) and task.run.watched and event.text:
             self.changes.append(Change(task.run, "tokens", task.step, task, event.text))
 
     # --- failure ------------------------------------------------------------------------------------------------
@@ -295,9 +299,7 @@ class RunTable:
             return
         lost = error.kind in ("worker_died", "device_lost") and not step.node.idempotent
         task.state = UNKNOWN if lost else FAILED
-        where = step.node.id if step.node.map is None else f"{step.node.id}[{task.part // len(step.node.op.parts)}]"
-        record = ErrorRecord(error.kind, error.message, error.where or where, error.retryable)
-        self._fail_step(run, step, record, event.end_ns, task.state)
+        self._fail_step(run, step, final_error(task, error), event.end_ns, task.state)
 
     def _wait_again(self, task: Task, now_ns: int) -> None:
         task.state = W
@@ -318,10 +320,12 @@ class RunTable:
 
     def _close_step(self, run: Run, step: Step, state: TaskState, error: ErrorRecord | None) -> None:
         """Ends a step other than well: its tasks that have not ended are stopped or closed."""
-        self.open_tasks -= max(1, len(step.tasks) // len(step.node.op.parts))
+        self.open_tasks -= max(1, step.size)
         step.state = state
         step.error = error
-        step.held = None
+        self.holding.step_closed(run, step)
+        if run.kept is not None:
+            self.holding.step_ended(run, step)
         run.open_steps -= 1
         for task in step.tasks:
             if task.state == PLACED or task.state == RUNNING:
@@ -339,15 +343,9 @@ class RunTable:
             self._stop_run(run, ErrorRecord("cancelled", message), event.at_ns)
 
     def _deadline(self, event: DeadlinePassed) -> None:
-        run = self.runs.get(event.run)
-        if run is None or run.ended_ns:
-            return
-        if event.step < 0:
-            self._stop_run(run, ErrorRecord("timed_out", "the deadline of the run passed"), event.at_ns)
-        elif run.steps[event.step].state < DONE:
-            step = run.steps[event.step]
-            error = ErrorRecord("timed_out", "the deadline of the step passed", step.node.id)
-            self._fail_step(run, step, error, event.at_ns)
+        what = "run" if event.step < 0 else "step"
+        error = ErrorRecord("timed_out", f"the deadline of the {what} passed")
+        self._stopped(Stopped(event.run, event.step, event.at_ns, error))
 
     def _stop_run(self, run: Run, why: ErrorRecord, now_ns: int) -> None:
         if run.cancelled is None:
@@ -355,45 +353,48 @@ class RunTable:
         for step in run.steps:
             if step.state < DONE:
                 self._close_step(run, step, CANCELLED, why)
+        self.holding.run_stopped(run)
         self._maybe_end(run, now_ns)
+
+    def _stopped(self, event: Stopped) -> None:
+        run = self.runs.get(event.run)
+        if run is None or run.ended_ns:
+            return
+        if event.step < 0:
+            self._stop_run(run, event.error, event.at_ns)
+        elif (step := run.steps[event.step]).state < DONE:
+            error = event.error if event.error.where else msgspec.structs.replace(event.error, where=step.node.id)
+            self._fail_step(run, step, error, event.at_ns)
 
     def _recovered(self, event: Recovered) -> None:
         """The process that ran everything in flight is gone, and perhaps the boot whose monotonic clock the times are of."""
         for run in list(self.runs.values()):
             run.submitted_ns = event.at_ns - (event.wall_ns - run.wall_ns)
-            for step in run.steps:
-                for task in step.tasks:
-                    if task.state in (PLACED, RUNNING):
-                        error = ErrorRecord(
-                            "device_lost", "the daemon stopped while this step ran; whether it took effect is not known",
-                        )  # fmt: skip
-                        self._failed(Failed(run.id, step.node.index, task.part, task.attempt, task.device, task.start_ns, event.at_ns, error, False))  # fmt: skip
+            for failed in lost_with_daemon(run, event.at_ns):
+                self._failed(failed)
 
     # --- the end of a run ---------------------------------------------------------------------------------------
 
     def _maybe_end(self, run: Run, now_ns: int) -> None:
         if run.open_steps or run.in_flight or run.ended_ns:
             return
-        if run.cancelled is not None:
-            run.error = run.cancelled
-            self._end_run(run, RunState.FAILED if run.cancelled.kind == "timed_out" else RunState.CANCELLED, now_ns)
-            return
-        failed = next((s for s in run.steps if s.state == FAILED or s.state == UNKNOWN), None)
-        if failed is not None:
-            run.error = failed.error
-        self._end_run(run, RunState.SUCCEEDED if failed is None else RunState.FAILED, now_ns)
+        run.error = run.cancelled or next((s.error for s in run.steps if s.state == FAILED or s.state == UNKNOWN), None)
+        if run.error is None:
+            self._end_run(run, RunState.SUCCEEDED, now_ns)
+        else:
+            was_cancelled = run.cancelled is not None and run.cancelled.kind == "cancelled"
+            self._end_run(run, RunState.CANCELLED if was_cancelled else RunState.FAILED, now_ns)
 
     def _end_run(self, run: Run, state: RunState, now_ns: int) -> None:
         run.state = state
         run.ended_ns = max(now_ns, 1)
         self.open_runs -= 1
         self.ended.append(run)
+        self.holding.run_ended(run)
 
     def check_integrity(self) -> None:
         """Counters equal what they count. For tests and for an idle daemon in debug mode."""
         for run in self.runs.values():
-            in_flight = sum(t.state in (PLACED, RUNNING) for s in run.steps for t in s.tasks)
-            assert in_flight == run.in_flight, f"run {run.id.hex()}: {in_flight} in flight, counted {run.in_flight}"
-            open_steps = sum(s.state < DONE for s in run.steps)
-            assert open_steps == run.open_steps, f"run {run.id.hex()}: {open_steps} open, counted {run.open_steps}"
+            check_counts(run)
         assert self.open_runs == sum(not r.ended_ns for r in self.runs.values())
+        self.holding.check_integrity()

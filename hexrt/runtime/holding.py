@@ -1,0 +1,141 @@
+"""How many bytes the runs in memory hold, and which of them are let go of early.
+
+Owns the totals. A run counts its own bytes as they come (`Run.held_bytes`) and is charged for them here in steps, so that small outputs
+cost an addition. What goes too far is not ended here: that depends on all runs, so it is left in `refused` as facts to record. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hexrt.core import TaskState
+from hexrt.errors import ErrorRecord
+from hexrt.events import Stopped
+from hexrt.runtime.entities import Run, Step
+
+CHARGE_BYTES = 16 << 10
+LARGE_BYTES = 32 << 10
+"""Only outputs above this are let go of before their run has ended. A run is never charged for so much more than it holds, so each is noticed."""
+STEP_BYTES, TASK_BYTES = 1500, 400
+"""About what a step, its node in the graph included, and a task take in memory."""
+NO_LIMIT = 1 << 62
+
+
+class Holding:
+    """`runs` are those in memory, open and ended."""
+
+    def __init__(self, runs: Mapping[bytes, Run]) -> None:
+        self._runs = runs
+        self.max_run_bytes = NO_LIMIT  # of one run
+        self.max_held_bytes = NO_LIMIT  # of all open runs together
+        self.held_bytes = 0  # by all runs
+        self.ended_bytes = 0  # of that, by those that have ended
+        self.refused: list[Stopped] = []  # no room for these: to be applied, and recorded, as events
+
+    def charge(self, run: Run, step: str, size: int, now_ns: int) -> None:
+        """The run holds more than it was charged for: `size` bytes of it came with the output of `step`."""
+        charged = run.held_bytes + CHARGE_BYTES
+        self.held_bytes += charged - run.charged_bytes
+        run.charged_bytes = charged
+        if size > LARGE_BYTES and run.kept is None and run.graph is not None:
+            run.kept = frozenset(index for _, index, _ in run.graph.outputs)
+        if run.held_bytes > self.max_run_bytes:
+            self._refuse(run, step, now_ns, ErrorRecord(
+                "out_of_memory",
+                f"with this output the run holds more than {self.max_run_bytes >> 20} MiB, which is limits.max_run_mib: "
+                "split the run, let its steps return less or write large data to files, or raise the limit", step,
+            ))  # fmt: skip
+        elif self.held_bytes - self.ended_bytes > self.max_held_bytes:
+            largest = max((r for r in self._runs.values() if not r.ended_ns), key=lambda r: r.held_bytes)
+            self._refuse(largest, "", now_ns, ErrorRecord(
+                "out_of_memory",
+                f"all open runs together hold more than {self.max_held_bytes >> 20} MiB, which is limits.max_held_mib, and "
+                f"this one the most of it ({largest.held_bytes >> 20} MiB): try again later, or raise the limit", "", True,
+            ))  # fmt: skip
+
+    def _refuse(self, run: Run, step: str, now_ns: int, error: ErrorRecord) -> None:
+        if run.cancelled is None and not any(r.run == run.id and r.step < 0 for r in self.refused):
+            self.refused.append(Stopped(run.id, -1, now_ns, error))
+
+    def release(self, run: Run, size: int) -> None:
+        run.held_bytes -= size
+        if run.charged_bytes - run.held_bytes > LARGE_BYTES:
+            self.held_bytes += run.held_bytes + CHARGE_BYTES - run.charged_bytes
+            run.charged_bytes = run.held_bytes + CHARGE_BYTES
+
+    def step_ended(self, run: Run, step: Step) -> None:
+        """Lets go of the large outputs that nothing needs any more now that this step has ended. For runs that hold some."""
+        for index in (*step.node.predecessors, step.node.index):
+            self._drop_unread(run, run.steps[index])
+
+    def _drop_unread(self, run: Run, producer: Step) -> None:
+        output, node = producer.output, producer.node
+        if output is None or len(output) <= LARGE_BYTES or run.kept is None or node.index in run.kept:
+            return
+        read, successors = producer.read, node.successors
+        while read < len(successors) and run.steps[successors[read]].state >= TaskState.DONE:
+            read += 1
+        producer.read = read
+        if read == len(successors):
+            producer.output = None
+            self.release(run, len(output))
+
+    def element_ended(self, run: Run, step: Step, end: int) -> None:
+        """The last part of an element, which is the task before `end`, is done: what its other parts put out is not needed."""
+        for task in step.tasks[end - len(step.node.op.parts) : end]:
+            task.item = None
+            if task.output is not None:
+                self.release(run, len(task.output))
+                task.output = None
+
+    def parts_joined(self, run: Run, step: Step) -> None:
+        """All elements of a map are done, and their outputs are in the step's own."""
+        size, step.parts_bytes = step.parts_bytes, 0
+        step.items = step.outputs = None
+        self.release(run, size)
+
+    def step_closed(self, run: Run, step: Step) -> None:
+        """The step ended other than well: nothing of what its tasks were given or put out is needed."""
+        size = step.parts_bytes
+        for task in step.tasks:
+            task.item = None
+            if task.output is not None:
+                size += len(task.output)
+                task.output = None
+        step.items = step.outputs = None
+        step.parts_bytes = 0
+        self.release(run, size)
+
+    def run_stopped(self, run: Run) -> None:
+        """Keeps of a run that is not to go on only what its outputs name."""
+        if run.kept is None:
+            return
+        for step in run.steps:
+            if step.output is not None and step.node.index not in run.kept:
+                self.release(run, len(step.output))
+                step.output = None
+
+    def run_ended(self, run: Run) -> None:
+        self.run_stopped(run)
+        self.held_bytes += run.held_bytes - run.charged_bytes
+        run.charged_bytes = run.held_bytes
+        self.ended_bytes += run.held_bytes
+
+    def run_forgotten(self, run: Run) -> None:
+        self.held_bytes -= run.charged_bytes
+        self.ended_bytes -= run.held_bytes if run.ended_ns else 0
+        run.held_bytes = run.charged_bytes = 0
+
+    def check_integrity(self) -> None:
+        """The totals are what the runs were charged for, and each run counts what it has."""
+        assert self.held_bytes == sum(run.charged_bytes for run in self._runs.values()), self.held_bytes
+        assert self.ended_bytes == sum(run.held_bytes for run in self._runs.values() if run.ended_ns), self.ended_bytes
+        for run in self._runs.values():
+            counted = run.graph.bytes if run.graph is not None else 0
+            for step in run.steps:
+                counted += STEP_BYTES + TASK_BYTES * max(1, step.size) + len(step.output or b"")
+                counted += sum(len(output) for output in step.outputs or ()) + sum(
+                    len(t.output or b"") for t in step.tasks
+                )
+            assert counted == run.held_bytes, f"run {run.id.hex()} holds {counted} bytes, counted {run.held_bytes}"
+            assert run.held_bytes <= run.charged_bytes
