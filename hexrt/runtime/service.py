@@ -77,7 +77,7 @@ class Service:
         self.admin_gids = admin_gids
         self._check = check
         self._on_shutdown = on_shutdown
-        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended, self._closed)
+        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended)
         self._watches: dict[bytes, list[Watch]] = {}
         self._waiting: dict[bytes, list[Callable[[], None]]] = {}
         self._room = Room(table, lambda run: loop.call_soon(table.forget, run))
@@ -312,8 +312,6 @@ class Service:
             watches.clear()
         for act in self._waiting.pop(run.id, ()):
             act()
-
-    def _closed(self, run: Run) -> None:
         self._room.keep(run, self.limits)
 
     # --- the daemon ---------------------------------------------------------------------------------------------
