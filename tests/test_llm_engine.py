@@ -304,7 +304,7 @@ def test_a_chunk_that_does_not_fit_its_sequence_is_refused_by_name(host: HostPro
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("nowhere", "'other' has no tokenizer.json"), ("../.models/absent", "has no tokenizer.json")],
+    [("nowhere", "'other' does not exist"), ("../.models/absent", "does not exist")],
 )
 def test_a_model_that_is_not_there_is_named_without_its_path(host: HostProcess, path: str, words: str) -> None:
     report = host.ask(LoadModel(host.command(), "other", path, "float32", 1 << 20, 16))

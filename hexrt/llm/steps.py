@@ -60,7 +60,11 @@ def resolve_model(name: str, configured: Iterable[str]) -> str:
     if name in names:
         return name
     if not names:
-        raise NotFound(f"there is no model {name!r}: the config's [models] names none", "params.model")
+        raise NotFound(
+            f"there is no model {name!r}: the config's [models] names none, and daemon.models_dir holds none;"
+            " `make setup` prepares some in .models",
+            "params.model",
+        )
     if name == DEFAULT:
         return names[0]
     raise NotFound(f"there is no model {name!r}; configured are: {', '.join(sorted(names))}", "params.model")

@@ -134,6 +134,11 @@ def load_vocabulary(folder: Path, name: str) -> Vocabulary:
     try:
         return _load(str(folder), (folder / "tokenizer.json").stat().st_mtime_ns)
     except FileNotFoundError as error:
+        if not folder.is_dir():
+            raise Unavailable(
+                f"the folder of the model {name!r} does not exist: its path is taken from daemon.models_dir",
+                "params.model",
+            ) from None
         missing = Path(error.filename).name if error.filename else "a file"
         raise Unavailable(f"the folder of the model {name!r} has no {missing}", "params.model") from None
     except (OSError, ValueError) as error:
