@@ -216,6 +216,9 @@ async def test_config_show_prints_each_value_with_its_origin(
     assert shown["limits.max_steps"]["origin"] == "default"
     _, out, _ = await cli("config", "show", "--config", str(file))
     assert any(line.split() == ["pool.workers", "=", "3", "#", "file", str(file)] for line in out.splitlines())
+    monkeypatch.setenv("STATE_DIRECTORY", "/srv/state")
+    _, out, _ = await cli("config", "show")
+    assert any(line.split()[0] == "daemon.models_dir" and line.endswith("# default: /srv/state/models") for line in out.splitlines())  # fmt: skip
 
 
 async def test_config_check_names_the_bad_key(cli: Cli, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import click
 import msgspec
 
 from hexrt.cli.output import print_json, print_text
-from hexrt.cli.settings import each_value, load_settings
+from hexrt.cli.settings import each_value, load_settings, socket_path, state_dir
+from hexrt.config import Config
+from hexrt.errors import BadRequest
 
 
 @click.group()
@@ -30,7 +32,7 @@ def check(file: Path, as_json: bool) -> int:
     return 0
 
 
-@config.command()
+@config.command(short_help="Show each value and where it came from.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="The file that hexrtd would be given.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(file: Path | None, as_json: bool) -> int:
@@ -42,5 +44,20 @@ def show(file: Path | None, as_json: bool) -> int:
         return 0
     width = max(len(key) for key in values)
     for key, value in values.items():
-        print_text(f"{key:{width}} = {msgspec.json.encode(value).decode():<12} # {settings.origin(key)}")
+        empty = "" if value else _meaning_of_empty(key, settings.config)
+        print_text(f"{key:{width}} = {msgspec.json.encode(value).decode():<12} # {settings.origin(key)}{empty}")
     return 0
+
+
+def _meaning_of_empty(key: str, config: Config) -> str:
+    """The path that hexrtd takes where the configuration leaves it to this machine."""
+    try:
+        if key == "daemon.socket":
+            return f": {socket_path(config)}"
+        if key == "daemon.state_dir":
+            return f": {state_dir(config)}"
+        if key == "daemon.models_dir":
+            return f": {state_dir(config) / 'models'}"
+    except BadRequest as error:
+        return f": {error.message}"
+    return ""
