@@ -209,7 +209,9 @@ def test_every_run_ends_whatever_happens_to_its_tasks(data: st.DataObject) -> No
             runs.place(data.draw(st.sampled_from(ready)), "pool:0", 1, 1, 1)
         else:
             task = data.draw(st.sampled_from(flying))
-            what = data.draw(st.sampled_from(["done", "task_failed", "device_lost", "worker_died", "dropped", "cancel"]))
+            what = data.draw(
+                st.sampled_from(["done", "task_failed", "device_lost", "worker_died", "dropped", "cancel"])
+            )
             if what == "done":
                 runs.apply(finished(task))
             elif what == "cancel":
