@@ -73,15 +73,22 @@ def show(name: str, about: dict[str, object], rows: list[Row], as_json: bool) ->
     if as_json:
         print(json.dumps({"bench": name, "machine": about, "rows": rows}))
         return
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"hexrt bench {name}: " + ", ".join(f"{k} {v}" for k, v in about.items()), title_justify="left")
-    for heading in ("name", "value", "unit", "limit", "ratio", "note"):
-        table.add_column(heading, justify="left" if heading in ("name", "unit", "note") else "right")
+    console = Console(highlight=False)
+    console.print(f"hexrt bench {name}: " + ", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for heading in ("name", "value", "unit", "limit", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("name", "unit") else "right", no_wrap=True)
     for each in rows:
-        table.add_row(each["name"], number(each["value"]), each["unit"], number(each["limit"]), number(each["ratio"]), each.get("note", ""))  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+        table.add_row(each["name"], number(each["value"]), each["unit"], number(each["limit"]), number(each["ratio"]))
+    console.print(table)
+    for each in rows:
+        if "note" in each:
+            hint = "; the extra [peers] brings it" if "No module named" in each["note"] else ""
+            console.print(f"{each['name']}: {each['note']}{hint}", markup=False, soft_wrap=True)
 
 
 def shapes() -> dict[str, tuple[Workflow, int]]:
