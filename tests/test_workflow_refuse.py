@@ -91,7 +91,7 @@ def test_a_map_of_more_tasks_than_allowed_is_refused() -> None:
     check(step("m", map=MapSpec([1, 2, 3])), limits=limits)
     assert refused(step("m", map=MapSpec([1, 2, 3, 4])), limits=limits)[0] == "steps.m.map.over"
     generate = StepSpec("g", "llm.generate", {"model": "m"}, {"prompt": "p"}, map=MapSpec([1, 2]))
-    assert refused(generate, limits=limits)[0] == "steps.g.map"
+    assert refused(generate, limits=limits)[0] == "steps.g.map.over"
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

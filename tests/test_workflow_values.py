@@ -10,9 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from hexrt import values
 from hexrt.errors import BadRequest
+from hexrt.ops.registry import load_ops
 from hexrt.values import tensor
-from hexrt.workflow.check import GraphLimits, check_workflow
+from hexrt.workflow.check import GraphLimits, check_in_slices, check_workflow
 from hexrt.workflow.model import MapSpec, StepSpec, Workflow
 from tests.workflow_ops import LIMITS, OPS, check, ref, refused, step
 
@@ -182,3 +184,32 @@ def test_a_step_of_too_many_references_is_refused() -> None:
 
 def test_too_many_outputs_are_refused() -> None:
     assert refused(step("a"), outputs={f"o{i}": ref("a") for i in range(10_001)})[0] == "outputs"
+
+
+@pytest.mark.parametrize("over", [[1] * 50_000, [None, 1] * 25_000, [[i] for i in range(50_000)]])
+def test_a_long_listed_map_is_read_with_pauses_and_as_it_was_written(over: list[Any]) -> None:
+    written = Workflow((StepSpec("m", "noop", map=MapSpec(over)),))
+    slices = check_in_slices(written, load_ops()[0], GraphLimits(), 600.0)
+    pauses = 0
+    while True:
+        try:
+            next(slices)
+            pauses += 1
+        except StopIteration as done:
+            elements = done.value.nodes[0].map.elements
+            break
+    assert pauses >= 50 and [values.decode(element) for element in elements] == over
+
+
+def test_a_fault_deep_in_a_listed_map_is_named_by_its_position() -> None:
+    over = [{"n": 1}] * 12_345 + [{"n": float("nan")}]
+    with pytest.raises(BadRequest) as refused:
+        check_workflow(Workflow((StepSpec("m", "noop", map=MapSpec(over)),)), load_ops()[0], GraphLimits(), 600.0)
+    assert refused.value.where == "steps.m.map.over[12345].n"
+
+
+def test_a_map_that_lists_more_than_the_tasks_allowed_is_refused_before_it_is_read() -> None:
+    over = [object()] * 101  # reading one would name it instead
+    limits = GraphLimits(max_tasks=100)
+    with pytest.raises(BadRequest, match=r"101 elements.*limits\.max_tasks"):
+        check_workflow(Workflow((StepSpec("m", "noop", map=MapSpec(over)),)), load_ops()[0], limits, 600.0)

@@ -43,18 +43,25 @@ def step_status(step: Step) -> StepStatus:
             (task.end_ns - task.start_ns) / 1e9 if began and task.end_ns > task.start_ns else 0.0,
             step.error,
         )  # fmt: skip
-    parts = len(node.op.parts)
-    began_tasks = [t for t in step.tasks if t.start_ns]
-    state = step.state
+    state, parts = step.state, len(node.op.parts)
+    done = attempts = queued_ns = run_ns = 0
+    last, finished = parts - 1, TaskState.DONE
+    for task in step.tasks:  # of a map there may be a million, so nothing is called here
+        if task.op_part == last and task.state is finished:
+            done += 1
+        if task.attempt > attempts:
+            attempts = task.attempt
+        start_ns, end_ns = task.start_ns, task.end_ns
+        if start_ns:
+            if start_ns > task.ready_ns:
+                queued_ns += start_ns - task.ready_ns
+            if end_ns > start_ns:
+                run_ns += end_ns - start_ns
     if state == TaskState.READY:
         state = max((t.state for t in step.tasks if t.state <= TaskState.RUNNING), default=state)
     return StepStatus(
         node.id, node.op.name, NAMES[state], 1 if node.map is None else step.size,
-        sum(t.state == TaskState.DONE for t in step.tasks[parts - 1 :: parts]),
-        next((t.device for t in reversed(step.tasks) if t.device), ""),
-        max((t.attempt for t in step.tasks), default=0),
-        sum(max(0, t.start_ns - t.ready_ns) for t in began_tasks) / 1e9,
-        sum(max(0, t.end_ns - t.start_ns) for t in began_tasks) / 1e9,
+        done, next((t.device for t in reversed(step.tasks) if t.device), ""), attempts, queued_ns / 1e9, run_ns / 1e9,
         step.error,
     )  # fmt: skip
 

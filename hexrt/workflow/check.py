@@ -6,8 +6,9 @@ Says nothing about devices or models that happen to be absent, quotas or rights.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -82,7 +83,10 @@ def check_in_slices(
     nodes: list[Node] = []
     for i, step in enumerate(steps):
         try:
-            nodes.append(checker.node(i, step))
+            listed = None
+            if step.map is not None and isinstance(step.map.over, list | tuple):
+                listed = yield from checker.listed(step, step.map.over)
+            nodes.append(checker.node(i, step, listed))
         except BadRequest as error:
             raise BadRequest(error.message, f"steps.{step.id}.{error.where}".rstrip(".")) from None
         if checker.reader.work >= checker.pause_at:
@@ -115,7 +119,18 @@ class _Checker:
     def __post_init__(self) -> None:
         self.reader = PortReader(self.limits.max_nesting)
 
-    def node(self, i: int, step: StepSpec) -> Node:
+    def listed(self, step: StepSpec, over: Sequence[Any]) -> Generator[None, None, tuple[msgspec.Raw, ...]]:
+        """The elements that a map step lists, encoded."""
+        facts = self.facts.get(step.op) or self._op(step.op)
+        if self.tasks + facts.parts * len(over) > self.limits.max_tasks:
+            raise BadRequest(
+                f"with its {len(over)} elements there are more than the {self.limits.max_tasks} tasks allowed: list fewer and "
+                "larger ones, or raise limits.max_tasks",
+                "map.over",
+            )
+        return (yield from self.reader.read_elements(over, partial(self._add_bytes, where="map.over")))
+
+    def node(self, i: int, step: StepSpec, listed: tuple[msgspec.Raw, ...] | None) -> Node:
         facts = self.facts.get(step.op) or self._op(step.op)
         if step.params:
             params, params_raw = self.reader.read_params(facts, step.params)
@@ -124,7 +139,7 @@ class _Checker:
             if facts.fault is not None:
                 raise facts.fault
             params, params_raw = facts.params, facts.params_raw
-        over = None if step.map is None else self._map(step.map)
+        over = None if step.map is None else self._map(step.map, listed)
         inputs, refs = EMPTY, NO_REFS
         if step.inputs or facts.needs_inputs:
             inputs, refs = self._inputs(facts, step.inputs, over is not None)
@@ -194,18 +209,11 @@ class _Checker:
         self._add_bytes(len(raw), "inputs")
         return raw, tuple(refs)
 
-    def _map(self, spec: MapSpec) -> MapOver:
+    def _map(self, spec: MapSpec, listed: tuple[msgspec.Raw, ...] | None) -> MapOver:
         cap = spec.max_in_flight or 0
+        if listed is not None:
+            return MapOver(listed, 0, (), cap)
         over = spec.over
-        if isinstance(over, list | tuple):
-            if len(over) > self.limits.max_tasks:
-                raise BadRequest(
-                    f"a map over {len(over)} elements is more than the {self.limits.max_tasks} tasks allowed",
-                    "map.over",
-                )
-            elements = self.reader.read_elements(over)
-            self._add_bytes(sum(map(len, elements)), "map.over")
-            return MapOver(elements, 0, (), cap)
         try:
             reference = as_reference(over) if isinstance(over, dict) else None
             if reference is None or reference.step is None:

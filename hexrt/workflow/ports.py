@@ -5,7 +5,7 @@ Owns the facts that are settled once for an op and shared by all its steps. `whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,10 +14,12 @@ import msgspec
 
 from hexrt.errors import BadRequest, HexrtError
 from hexrt.ops.spec import OpSpec, Port
-from hexrt.values import encode, tensor_meta
+from hexrt.values import elements, encode, tensor_meta
 from hexrt.workflow.fields import did_you_mean, field_error, place, quoted
 from hexrt.workflow.references import Hole, Walker
 
+ELEMENTS = 1000
+"""Elements of a listed map that are read without a pause."""
 NO_PARAMS_REFERENCE = "params are settled before the run, so a reference cannot stand here: pass it in `inputs`"
 NO_ELEMENT_REFERENCE = (
     "a listed element of `map.over` cannot hold a reference: refer to a step that gives the list, or use it in `inputs`"
@@ -122,9 +124,19 @@ class PortReader:
                 _fit(port, name, value)
         return _encode(walked, "inputs"), holes
 
-    def read_elements(self, elements: Sequence[Any]) -> tuple[msgspec.Raw, ...]:
-        walked, _ = self._walk(elements, "map.over", NO_ELEMENT_REFERENCE)
-        return tuple([_encode(element, "map.over") for element in walked])
+    def read_elements(
+        self, listed: Sequence[Any], add_bytes: Callable[[int], None]
+    ) -> Generator[None, None, tuple[msgspec.Raw, ...]]:
+        """The encoded elements of a list that a map goes over, yielding every thousand; `add_bytes` is told the size of each part."""
+        walker, found = self._walker, []
+        walker.start("map.over", NO_ELEMENT_REFERENCE)
+        for first in range(0, len(listed), ELEMENTS):
+            walked = walker.walk_part(listed[first : first + ELEMENTS], first)
+            raw = _encode(walked, "map.over")
+            add_bytes(len(raw))
+            found += elements(raw)
+            yield
+        return tuple(found)
 
 
 def _encode(value: Any, where: str) -> msgspec.Raw:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -153,13 +153,21 @@ class Walker:
             return value
         if len(at) >= self.max_nesting and isinstance(value, dict | list | tuple):
             raise self._bad(f"lists and dicts are nested deeper than the {self.max_nesting} levels allowed", at[:4])
-        if self.seen > self.stop_at:
-            raise self._bad(f"there are more than {MOST_VALUES} values in this: pass a tensor, bytes or a file", at[:1])
+        self._stop_if_many(at)
         if isinstance(value, dict):
             return self._walk_dict(value, at)
         if isinstance(value, list | tuple):
             return self._walk_list(value, at)
         return self._walk_tensor(value, at)
+
+    def walk_part(self, values: Sequence[Any], first: int) -> Sequence[Any]:
+        """As `walk`, for a part of a list that is walked through part after part: its elements from position `first` on."""
+        self._stop_if_many(())
+        return cast(Sequence[Any], self._walk_list(values, (), first))
+
+    def _stop_if_many(self, at: Path) -> None:
+        if self.seen > self.stop_at:
+            raise self._bad(f"there are more than {MOST_VALUES} values in this: pass a tensor, bytes or a file", at[:1])
 
     def _bad(self, message: str, at: Path) -> BadRequest:
         return BadRequest(message, place(self.prefix, at))
@@ -187,14 +195,14 @@ class Walker:
                 result[key] = kept
         return result
 
-    def _walk_list(self, value: Sequence[Any], at: Path) -> Any:
+    def _walk_list(self, value: Sequence[Any], at: Path, first: int = 0) -> Any:
         kinds = set(map(type, value))
         if len(kinds) == 1 and _all_fit(kinds.pop(), value):
             self.seen += len(value) >> 3
             return value
         result: Any = value
         for i, part in enumerate(value):
-            kept = self.walk(part, (*at, i))
+            kept = self.walk(part, (*at, first + i))
             if kept is not part:
                 if result is value:
                     result = list(value)
