@@ -97,11 +97,26 @@ def test_a_step_may_print_a_gibibyte(client: Client) -> None:
     assert client.run(Workflow((call("print_a_gibibyte"),))).check().outputs["x"] == "printed"
 
 
-def test_fifty_steps_that_kill_their_worker_fail_alone(client: Client) -> None:
-    steps = [call("kill_own_worker", f"bad{i}") for i in range(10)] + [call("double", f"good{i}", i) for i in range(20)]
+def test_steps_that_kill_their_worker_each_time_fail_alone(client: Client) -> None:
+    steps = [call("kill_own_worker", f"bad{i}", idempotent=True) for i in range(10)]
+    steps += [call("double", f"good{i}", i) for i in range(20)]
     outcome = client.run(Workflow(tuple(steps)))
     assert [outcome.outputs[f"good{i}"] for i in range(20)] == [2 * i for i in range(20)]
     assert {outcome.errors[f"bad{i}"].kind for i in range(10)} == {"worker_died"}
+    assert all("3 times" in outcome.errors[f"bad{i}"].message for i in range(10))
+
+
+def test_a_step_whose_worker_is_killed_from_outside_is_run_again(client: Client, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    step = call("mark", "m", "m", arguments={"path": str(marks), "wait_s": 0.5}, idempotent=True)
+    run = client.submit(Workflow((step,)))
+    killed = False
+    for update in client.watch(run):
+        if isinstance(update, Update) and update.event == "started" and not killed:
+            killed = True
+            os.kill(next(d.facts["pid"] for d in client.devices() if d.name == update.device), signal.SIGKILL)
+    assert client.result(run).check().outputs["m"] == "m"
+    assert client.status(run).steps[0].attempts == 2 and killed
 
 
 def test_cancelling_stops_the_work_and_what_it_started(client: Client) -> None:

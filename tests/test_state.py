@@ -191,7 +191,7 @@ def test_every_run_ends_whatever_happens_to_its_tasks(data: st.DataObject) -> No
     steps = [
         StepSpec(
             f"s{i}", "noop",
-            after=tuple(sorted(data.draw(st.sets(st.integers(0, i - 1), max_size=3)) and {f"s{j}" for j in range(i) if data.draw(st.booleans())})) if i else (),
+            after=tuple(f"s{j}" for j in range(i) if data.draw(st.booleans())),
             retries=data.draw(st.integers(0, 2)), idempotent=data.draw(st.sampled_from([None, False])),
         )
         for i in range(size)
@@ -245,3 +245,27 @@ def test_all_maps_of_a_run_together_are_held_to_the_limit_of_tasks() -> None:
     assert states(run) == {"a": "done", "m0": "ready", "m1": "ready", "m2": "failed", "m3": "failed"}
     assert run.steps[3].error is not None and "10 tasks" in run.steps[3].error.message
     runs.check_integrity()
+
+
+@pytest.mark.parametrize(("retries", "attempts"), [(0, 3), (2, 5)])
+@pytest.mark.parametrize("kind", ["worker_died", "device_lost"])
+def test_an_idempotent_step_whose_worker_dies_is_tried_twice_more_and_then_says_how_often(
+    kind: str, retries: int, attempts: int
+) -> None:
+    runs = table()
+    run = submit(runs, workflow("a, b", a={"retries": retries}))
+    for attempt in range(1, attempts + 1):
+        assert task_of(run, "a").state is TaskState.READY
+        runs.apply(failed(place(runs, run, "a"), kind))
+        assert task_of(run, "a").attempt == attempt
+    error = run.steps[0].error
+    assert states(run)["a"] == "failed" and error is not None
+    assert error.kind == kind and f"{attempts} times" in error.message
+    runs.check_integrity()
+
+
+def test_a_step_that_is_not_idempotent_is_not_begun_again_when_its_worker_dies() -> None:
+    runs = table()
+    run = submit(runs, workflow("a", a={"retries": 5, "idempotent": False}))
+    runs.apply(failed(place(runs, run, "a"), "worker_died"))
+    assert states(run) == {"a": "unknown"}

@@ -26,7 +26,7 @@ class Task(msgspec.Struct, gc=False, eq=False):
     state: TaskState = TaskState.WAITING
     attempt: int = 0
     failures: int = 0
-    blameless: int = 0
+    losses: int = 0  # of the worker or device under it
     device: str = ""
     command: int = 0
     work: int = 0

@@ -29,7 +29,7 @@ from hexrt.events import (  # fmt: skip
 from hexrt.runtime import maps
 from hexrt.runtime.entities import Change, Run, Step, Task, add_tokens, check_counts, record_of, story
 from hexrt.runtime.holding import NO_LIMIT, STEP_BYTES, TASK_BYTES, Holding
-from hexrt.runtime.retries import DROPPED, final_error, lost_with_daemon, may_try_again
+from hexrt.runtime.retries import DROPPED, LOST, final_error, lost_with_daemon, may_try_again
 from hexrt.values import EMPTY_LIST, join
 from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import Workflow
@@ -297,7 +297,7 @@ class RunTable:
                 self.changes.append(Change(run, "retry", step, task, error.message))
             self._wait_again(task, event.end_ns)
             return
-        lost = error.kind in ("worker_died", "device_lost") and not step.node.idempotent
+        lost = error.kind in LOST and not step.node.idempotent
         task.state = UNKNOWN if lost else FAILED
         self._fail_step(run, step, final_error(task, error), event.end_ns, task.state)
 
