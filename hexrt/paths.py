@@ -44,7 +44,9 @@ def client_socket(environ: Mapping[str, str]) -> Path:
             return Path(environ[key])
     runtime = _runtime_dir(environ, os.geteuid())
     own = runtime / "hexrt" / SOCKET_NAME if runtime is not None else SYSTEM_SOCKET
-    return SYSTEM_SOCKET if SYSTEM_SOCKET.exists() and not own.exists() else own
+    return (
+        SYSTEM_SOCKET if os.path.exists(SYSTEM_SOCKET) and not os.path.exists(own) else own
+    )  # False where one may not look
 
 
 def state_dir(environ: Mapping[str, str]) -> Path:
