@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "hexrt"
-        fail(f"{error.format_message()} See `{path} --help`.")
+        fail(f"{error.format_message().rstrip('.')}. See `{path} --help`.")
         return USAGE
     except click.ClickException as error:
         fail(error.format_message())

@@ -71,9 +71,7 @@ def dump_workflow(workflow: Workflow, format: Format = "yaml") -> str:
 def _format_of(path: Path) -> Format:
     found = SUFFIXES.get(path.suffix.lower())
     if found is None:
-        raise BadRequest(
-            f"the suffix {path.suffix!r} says no format: name the file .yaml or .json, or give the format", path.name
-        )
+        raise BadRequest(f"the suffix {path.suffix!r} says no format: name the file .yaml or .json", path.name)
     return found
 
 
