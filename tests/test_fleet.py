@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 
 from hexrt.brain.decide import Brain
-from hexrt.brain.engines import Engines
+from hexrt.brain.engines import Engines, Entry
 from hexrt.brain.view import Device
 from hexrt.clock import SystemClock
 from hexrt.core import DeviceKind
 from hexrt.devices.link import HostLink
 from hexrt.events import Failed
+from hexrt.protocol.host import Ping
 from hexrt.runtime.entities import Task
 from hexrt.runtime.fleet import Fleet, Member
 from hexrt.runtime.state import RunTable
 from hexrt.scheduling.cost import CostModel
 from tests.notation import place, submit, table, workflow
+
+SECOND = 1_000_000_000
 
 
 class DeadLink(HostLink):
@@ -51,11 +54,15 @@ class Scene:
     runs: RunTable
     device: Device
     link: DeadLink
+    engines: Engines
     events: list[Any]
 
-    def placed(self, names: str) -> list[Task]:
-        """Steps of one run, none of them idempotent, that are with the device as commands 1, 2, ..."""
-        run = submit(self.runs, workflow(names, **{n: {"idempotent": False} for n in names.split(", ")}))
+    def placed(self, names: str, idempotent: bool = False) -> list[Task]:
+        """Steps of one run that are with the device as commands 1, 2, ..."""
+        run = submit(
+            self.runs,
+            workflow(names, **{n: {"idempotent": idempotent, "timeout_s": 3600.0} for n in names.split(", ")}),
+        )
         tasks = [place(self.runs, run, name) for name in names.split(", ")]
         for command, task in enumerate(tasks, 1):
             task.command = command
@@ -76,7 +83,7 @@ def no_more_hosts(device: str, epoch: int) -> Any:
     raise AssertionError("the fleet is closed before it gets to that")
 
 
-async def scene(last_command: int = 0, last_begun: int = 0) -> Scene:
+async def scene(last_command: int = 0, last_begun: int = 0, kind: DeviceKind = DeviceKind.POOL) -> Scene:
     runs, events = table(), []  # type: ignore[var-annotated]
     engines = Engines({}, 1 << 20, 16, 1)
     brain = Brain(runs, CostModel(), engines)
@@ -84,11 +91,11 @@ async def scene(last_command: int = 0, last_begun: int = 0) -> Scene:
         asyncio.get_running_loop(), brain, engines, SystemClock(), events.append, lambda: None, lambda: None,
         no_more_hosts, 1, {},
     )  # fmt: skip
-    device = Device("pool:0", DeviceKind.POOL, 64, "pool", ready=True)
+    device = Device("pool:0", kind, 64, "pool", ready=True)
     link = DeadLink(last_command, last_begun)
     brain.add_device(device)
     fleet._members["pool:0"] = Member(device, "pool", link)
-    return Scene(fleet, runs, device, link, events)
+    return Scene(fleet, runs, device, link, engines, events)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +152,70 @@ async def test_a_launch_that_was_stopped_while_its_record_was_on_the_way_to_disk
     await here.fleet.close()
 
 
-@pytest.mark.parametrize(("running", "silent_s", "killed"), [(0, 31, True), (0, 29, False), (1, 31, False)])
-async def test_a_host_that_holds_work_runs_none_and_is_silent_is_replaced(
-    running: int, silent_s: int, killed: bool
+def watch(here: Scene, from_s: int, to_s: int, answers: bool = False) -> None:
+    """The fleet looks after its hosts once a second; a host that `answers` does so at once."""
+    for second in range(from_s, to_s + 1):
+        here.fleet.check_timeouts(second * SECOND)
+        if answers and Ping() in here.link.sent:
+            here.link.sent.clear()
+            here.device.last_report_ns = second * SECOND
+
+
+@pytest.mark.parametrize(
+    ("kind", "running", "answers", "killed"),
+    [
+        (DeviceKind.POOL, 0, False, True),  # it holds work and runs none of it
+        (DeviceKind.POOL, 0, True, False),
+        (DeviceKind.POOL, 1, False, False),  # a body runs on its loop: the step's timeout ends that
+        (DeviceKind.CPU, 1, False, True),  # its loop is free whatever it computes
+        (DeviceKind.CPU, 1, True, False),
+        (DeviceKind.NPU, 1, False, True),
+    ],
+)
+async def test_a_host_that_gives_no_sign_of_life_when_asked_is_replaced(
+    kind: DeviceKind, running: int, answers: bool, killed: bool
 ) -> None:
-    here = await scene(running)
+    here = await scene(running, kind=kind)
     here.placed("a")
-    here.device.last_report_ns = 1_000_000_000
-    here.fleet.check_timeouts((1 + silent_s) * 1_000_000_000)
+    watch(here, 1, 29, answers)
+    assert not here.link.killed
+    watch(here, 30, 100, answers)
     assert here.link.killed is killed
+    await here.fleet.close()
+
+
+async def test_a_host_is_not_blamed_for_the_time_in_which_the_daemon_itself_did_not_run() -> None:
+    here = await scene(kind=DeviceKind.CPU)
+    here.placed("a")
+    watch(here, 1, 29)
+    watch(here, 200, 210)
+    assert not here.link.killed
+    watch(here, 211, 240)
+    assert here.link.killed
+    await here.fleet.close()
+
+
+@pytest.mark.parametrize(("slowest_s", "limit_s"), [(0.0, 600), (0.01, 30), (1.0, 200)])
+async def test_a_host_whose_chunk_does_not_end_is_replaced_and_its_steps_are_run_again(
+    slowest_s: float, limit_s: int
+) -> None:
+    here = await scene(7, kind=DeviceKind.CPU)
+    task = here.placed("a", idempotent=True)[0]
+    here.engines._entries["pool:0"] = {"m": Entry("m", chunks={7: 10}, slowest_ns=slowest_s * SECOND)}
+    watch(here, 1, limit_s, answers=True)
+    assert not here.link.killed
+    watch(here, limit_s + 1, limit_s + 2, answers=True)
+    assert here.link.killed and here.die() == {"a": "device_lost"}
+    (lost,) = [event for event in here.events if isinstance(event, Failed)]
+    assert f"after {limit_s} s" in lost.error.message and task.state.name == "READY"
+    await here.fleet.close()
+
+
+async def test_a_host_that_does_not_get_ready_is_replaced() -> None:
+    here = await scene()
+    here.device.ready = False
+    watch(here, 1, 120)
+    assert not here.link.killed
+    watch(here, 121, 121)
+    assert here.link.killed
     await here.fleet.close()

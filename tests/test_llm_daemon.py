@@ -97,10 +97,17 @@ def test_cancelling_while_tokens_come_gives_the_pages_back(client: Client) -> No
             run = update.run
         if isinstance(update, Update) and update.event == "tokens":
             break
-    client.cancel(run)
+    client.cancel(run)  # is answered once no chunk names the sequence any more
+    free, all_ = pages(client)
+    assert free == all_
     assert client.result(run).state is RunState.CANCELLED
-    again = WorkflowBuilder()
-    again.step("llm.generate", inputs={"prompt": "Say yes."}, params={"max_tokens": 2})
-    client.run(again.build()).check()  # its chunk comes after the last one that named the cancelled sequence
+
+
+def test_an_answer_that_takes_too_long_is_given_up_by_name_and_gives_its_pages_back(client: Client) -> None:
+    w = WorkflowBuilder()
+    params = {"max_tokens": 4000, "ignore_eos": True}
+    w.step("llm.generate", id="long", inputs={"prompt": "Tell a long story."}, params=params, timeout_s=0.5)
+    outcome = client.run(w.build())
+    assert outcome.errors["long"].kind == "timed_out" and "0.5 s" in outcome.errors["long"].message
     free, all_ = pages(client)
     assert free == all_

@@ -28,6 +28,11 @@ from hexrt.workflow.graph import ITEM
 Key = tuple[bytes, int, int]
 PAGE_TOKENS = 16
 PARENT_PORTS = (("continue_from",), ("prefix",))
+CANCELLED = ErrorRecord("cancelled", "cancelled while it ran")
+CHUNK_NS, FIRST_CHUNK_NS, LOAD_NS = 30_000_000_000, 600_000_000_000, 1_800_000_000_000
+"""How long a chunk may take at least, the first one of a model, and the loading of a model, before the host is taken for hung."""
+SLOWER = 20
+"""How many times as long a token may take as in the slowest chunk so far."""
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
@@ -55,7 +60,9 @@ class Entry:
     live: dict[Key, Task | None] = field(default_factory=dict)
     early: dict[Key, list[Outcome]] = field(default_factory=dict)
     kept: set[Key] = field(default_factory=set)
-    chunks: set[int] = field(default_factory=set)  # commands of chunks that are with the host
+    chunks: dict[int, int] = field(default_factory=dict)  # command -> tokens, of chunks that are with the host
+    slowest_ns: float = 0.0  # a token, of the slowest chunk so far
+    stopping: list[tuple[Task, ErrorRecord]] = field(default_factory=list)  # a chunk on its way names their sequences
 
 
 def _input(task: Task, port: str) -> msgspec.Raw:
@@ -66,6 +73,11 @@ def _input(task: Task, port: str) -> msgspec.Raw:
             raw = task.item if ref.step == ITEM else task.run.steps[ref.step].output
             return pick(raw or NIL, ref.path)
     return pick(node.inputs, (port,))
+
+
+def tokens_of(chunk: Chunk) -> int:
+    """About what a chunk has to do: its prompt tokens, and one token of each sequence a pass."""
+    return sum(len(s.ids) for s in chunk.sequences) + chunk.passes * len(chunk.sequences)
 
 
 def key_of(task: Task) -> Key:
@@ -148,14 +160,44 @@ class Engines:
     def owns(self, task: Task) -> bool:
         return task.step.node.op.parts[task.op_part].body is None
 
-    def stop(self, tasks: Iterable[Task], now_ns: int = 0) -> None:
-        """Takes the sequences of these tasks out; a Failed of kind `cancelled` follows for each."""
+    def stop(self, tasks: Iterable[Task], now_ns: int = 0, error: ErrorRecord = CANCELLED) -> None:
+        """Takes the sequences of these tasks out; a Failed follows for each once no chunk that is with the host names it."""
         for task in tasks:
+            if self.why_stopping(task) is not None:
+                continue
+            key, leaving = key_of(task), False
             for entry in self._entries.get(task.device, {}).values():
                 if task in entry.waiting:
                     entry.waiting.remove(task)
-                self._forget(entry, key_of(task))
-            self._fail(task, ErrorRecord("cancelled", "cancelled while it ran"), now_ns)
+                self._forget(entry, key)
+                if entry.engine is not None and entry.engine.is_leaving(key):
+                    entry.stopping.append((task, error))
+                    leaving = True
+            if not leaving:
+                self._fail(task, error, now_ns)
+
+    def why_stopping(self, task: Task) -> ErrorRecord | None:
+        """What a task that is being stopped will fail of; None for any other."""
+        entries = self._entries.get(task.device, {}).values()
+        return next((error for entry in entries for stopped, error in entry.stopping if stopped is task), None)
+
+    def _settle_stopped(self, entry: Entry, now_ns: int) -> None:
+        if entry.stopping and entry.engine is not None:
+            stopping, entry.stopping = entry.stopping, []
+            for task, error in stopping:
+                if entry.engine.is_leaving(key_of(task)):
+                    entry.stopping.append((task, error))
+                else:
+                    self._fail(task, error, now_ns)
+
+    def limit_ns(self, device: str, command: int) -> int:
+        """How long an engine's command may run before its host is taken for hung; 0 for a command that is no engine's."""
+        for entry in self._entries.get(device, {}).values():
+            if entry.load_command and entry.load_command == command:
+                return LOAD_NS
+            if tokens := entry.chunks.get(command):
+                return max(CHUNK_NS, int(SLOWER * entry.slowest_ns * tokens)) if entry.slowest_ns else FIRST_CHUNK_NS
+        return 0
 
     def _forget(self, entry: Entry, key: Key) -> None:
         entry.early.pop(key, None)
@@ -183,7 +225,7 @@ class Engines:
                 if entry.engine is not None:
                     messages = entry.engine.decide(now_ns, device.next_command)
                     if messages:
-                        entry.chunks.update(m.command for m in messages if isinstance(m, Chunk))
+                        entry.chunks.update((m.command, tokens_of(m)) for m in messages if isinstance(m, Chunk))
                         send.setdefault(name, []).extend(messages)
                 elif entry.waiting and not entry.load_command:
                     entry.load_command = device.next_command()
@@ -205,9 +247,11 @@ class Engines:
         if isinstance(report, Chunked):
             for entry in self._entries.get(device.name, {}).values():
                 if entry.engine is not None and report.command in entry.chunks:
-                    entry.chunks.discard(report.command)
+                    took_ns = report.end_ns - report.start_ns
+                    entry.slowest_ns = max(entry.slowest_ns, took_ns / entry.chunks.pop(report.command))
                     for outcome in entry.engine.chunked(report, report.end_ns):
                         self._outcome(entry, outcome, report.end_ns)
+                    self._settle_stopped(entry, report.end_ns)
 
     def finished(self, device: Device, report: HostFinished) -> None:
         """A model is loaded."""
@@ -231,9 +275,10 @@ class Engines:
                 for task in waiting:
                     self._fail(task, report.error, report.end_ns)
             elif entry.engine is not None and report.command in entry.chunks:
-                entry.chunks.discard(report.command)
+                del entry.chunks[report.command]
                 for outcome in entry.engine.chunk_failed(report.command, report.error):
                     self._outcome(entry, outcome, report.end_ns)
+                self._settle_stopped(entry, report.end_ns)
 
     def device_lost(self, device: str) -> None:
         """The host is gone and with it every model, sequence and page; its tasks are placed again by whoever lost them."""

@@ -24,7 +24,7 @@ import uvloop
 
 from hexrt.devices.channel import Channel
 from hexrt.errors import HexrtError, InvariantViolation
-from hexrt.protocol.host import VERSION, FromHost, Hello, Ready, ToHost
+from hexrt.protocol.host import VERSION, FromHost, Hello, Ping, Ready, Stats, ToHost
 
 PROGRAMS = {
     "pool": "hexrt.devices.pool:PoolProgram",
@@ -86,6 +86,8 @@ class Host:
             for message in self._decoder.decode(body):
                 if self._program is None:
                     self._begin(message)
+                elif type(message) is Ping:
+                    self.report(Stats({}))
                 else:
                     self._program.handle(message)
         if self._program is not None:

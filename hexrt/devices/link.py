@@ -111,7 +111,9 @@ class HostLink:
         del self._stderr[:-STDERR_TAIL]
 
     def kill(self) -> None:
-        """Ends the host and whatever it started, at once; `on_death` follows."""
+        """Ends the host and whatever it started, at once; `on_death` follows. Nothing for one that is dead, whose number may be another's now."""
+        if self._dead:
+            return
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -139,8 +141,8 @@ class HostLink:
         return self._last_begun
 
     def _reap(self) -> None:
-        self._dead = True
         self.kill()
+        self._dead = True
         self._process.wait()
         self._read_stderr()
         self._loop.remove_reader(self._stderr_fd)

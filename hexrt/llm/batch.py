@@ -95,6 +95,10 @@ class Engine:
         if state is not None:
             self._end(state, retain=False)
 
+    def is_leaving(self, key: Hashable) -> bool:
+        """Whether a chunk on its way still names a sequence of this key that has ended or was cancelled."""
+        return any(state.request.key == key for state in self._leaving)
+
     def release(self, key: Hashable) -> None:
         """Nobody will continue this sequence any more; unknown keys are ignored."""
         state = self._sequences.get(key)

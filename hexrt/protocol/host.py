@@ -153,7 +153,11 @@ class Release(Message, tag=9):
     sequence: int
 
 
-ToHost = Hello | Launch | LoadModel | UnloadModel | Copy | BindPages | Chunk | Withdraw | Cancel | Release
+class Ping(Message, tag=10):
+    """Asks the host's loop for a sign of life: Stats without values follows, after a running body where that runs on the loop."""
+
+
+ToHost = Hello | Launch | LoadModel | UnloadModel | Copy | BindPages | Chunk | Withdraw | Cancel | Release | Ping
 
 # --- from a host ------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,10 @@ from hexrt.events import DeviceDown, DeviceUp, Event, Failed, Finished, Started
 from hexrt.protocol.host import Cancel, FromHost, Hello, HostFailed, HostFinished, HostStarted, Ready
 from hexrt.runtime.entities import Task
 from hexrt.runtime.retries import DROPPED, NOT_BEGUN
+from hexrt.runtime.watchdog import STALLED_NS, Watchdog
 
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
-SILENT_NS = 30_000_000_000
-"""How long a host may hold launches, run none of them and say nothing, before it is taken for dead and replaced."""
 STARTS = 3
 """Failed starts in a row after which a device is given up."""
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
@@ -61,6 +60,7 @@ class Member:
     respawn: asyncio.TimerHandle | None = None
     died_of: dict[int, ErrorRecord] = field(default_factory=dict)  # why we killed it, by command
     stopping: dict[int, int] = field(default_factory=dict)  # command -> when it was told to stop
+    watch: Watchdog = field(default_factory=Watchdog)
 
 
 class Fleet:
@@ -88,6 +88,7 @@ class Fleet:
         self._epoch = first_epoch
         self._environ = environ
         self._members: dict[str, Member] = {}
+        self._checked_ns = 0
         self._closing = False
 
     # --- lives --------------------------------------------------------------------------------------------------
@@ -116,6 +117,8 @@ class Fleet:
         if member.link is not link or self._closing:
             return
         device, now = member.device, self._clock.now_ns()
+        reason = member.watch.hung or reason
+        member.watch = Watchdog()
         was_ready, device.ready = device.ready, False
         culprit = link.last_command or link.last_begun  # the last may have ended just now, and its report is lost
         culprit = culprit if culprit in device.window else 0
@@ -149,8 +152,9 @@ class Fleet:
             else:
                 error = ErrorRecord(NOT_BEGUN, f"its worker died before it began ({reason})")
         else:
-            error = member.died_of.get(command) or ErrorRecord("device_lost", f"{device.name} went away ({reason})")
-            blame = command in member.died_of
+            stopped = member.died_of.get(command) or self._engines.why_stopping(task)
+            error = stopped or ErrorRecord("device_lost", f"{device.name} went away ({reason})")
+            blame = stopped is not None
         start = task.start_ns or task.placed_ns
         return Failed(
             task.run.id, task.step.node.index, task.part, task.attempt, device.name, start, now_ns, error, blame
@@ -266,14 +270,15 @@ class Fleet:
             member.link.kill()
 
     def check_timeouts(self, now_ns: int) -> None:
-        """Stops every task that has run longer than its step allows."""
+        """Stops every task that has run longer than its step allows, and replaces hosts that hang."""
+        stalled, self._checked_ns = now_ns - self._checked_ns > STALLED_NS, now_ns
         for member in self._members.values():
             device, link = member.device, member.link
-            if isinstance(link, HostLink) and device.window and not link.running_command:
-                oldest = next(iter(device.window.values()))
-                if now_ns - max(device.last_report_ns, oldest.placed_ns) > SILENT_NS:
-                    link.kill()
-                    continue
+            if stalled:  # this process did not run, or no run was open: what the hosts said may lie unread
+                device.last_report_ns, member.watch = now_ns, Watchdog()
+            if isinstance(link, HostLink) and member.watch.is_hung(device, link, self._engines, now_ns):
+                link.kill()
+                continue
             if device.kind is DeviceKind.POOL and isinstance(link, HostLink):
                 command = link.running_command
                 task = device.window.get(command)
@@ -287,9 +292,8 @@ class Fleet:
 
     def _time_out(self, member: Member, command: int, task: Task, now_ns: int) -> None:
         if self._engines.owns(task):
-            member.device.drop(command)
-            self._engines.stop([task])
-            self._post(Failed(task.run.id, task.step.node.index, task.part, task.attempt, task.device, task.start_ns, now_ns, timed_out(task)))  # fmt: skip
+            self._engines.stop([task], now_ns, timed_out(task))
+            self._wake()
         elif command not in member.died_of:
             member.died_of[command] = timed_out(task)
             member.link.send([Cancel(command)])
