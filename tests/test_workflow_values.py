@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from hexrt import values
+from hexrt.client.calls import Wire, submit
+from hexrt.core import Durability
 from hexrt.errors import BadRequest
 from hexrt.ops.registry import load_ops
 from hexrt.values import tensor
 from hexrt.workflow.check import GraphLimits, check_in_slices, check_workflow
+from hexrt.workflow.load import load_workflow
 from hexrt.workflow.model import MapSpec, StepSpec, Workflow
 from tests.workflow_ops import LIMITS, OPS, check, ref, refused, step
 
@@ -213,3 +216,40 @@ def test_a_map_that_lists_more_than_the_tasks_allowed_is_refused_before_it_is_re
     limits = GraphLimits(max_tasks=100)
     with pytest.raises(BadRequest, match=r"101 elements.*limits\.max_tasks"):
         check_workflow(Workflow((StepSpec("m", "noop", map=MapSpec(over)),)), load_ops()[0], limits, 600.0)
+
+
+BIG = 2**70
+
+
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [
+        (StepSpec("a", "noop", {}, {"value": [1, {"x": BIG}]}), "steps.a.inputs.value[1].x"),
+        (StepSpec("a", "noop", {"p": -BIG}), "steps.a.params.p"),
+        (StepSpec("a", "noop", map=MapSpec([1, BIG])), "steps.a.map.over[1]"),
+        (StepSpec("a", "noop", retries=BIG), "steps.a.retries"),
+        (StepSpec("a", "noop", {}, {"value": [object()]}), "steps.a.inputs.value[0]"),
+        (StepSpec("a", "noop", {}, {"value": ["\ud800"]}), "steps.a.inputs.value[0]"),
+    ],
+)
+def test_the_client_names_the_field_that_no_message_can_carry(bad: StepSpec, where: str) -> None:
+    with pytest.raises(BadRequest) as info:
+        Wire().request(submit(Workflow((StepSpec("fine", "noop"), bad)), Durability.SYNC))
+    assert info.value.where == where
+    assert "64 bits" in info.value.message or "[0]" in where
+
+
+def test_a_value_without_end_is_refused_by_the_client() -> None:
+    knot: list[Any] = []
+    knot.append(knot)
+    with pytest.raises(BadRequest) as info:
+        Wire().request(submit(Workflow((StepSpec("a", "noop", {}, {"value": knot}),)), Durability.SYNC))
+    assert info.value.where.startswith("steps.a.inputs.value")
+
+
+@pytest.mark.parametrize("field", ["inputs: {value: [1, NUMBER]}", "params: {x: NUMBER}", "map: {over: [NUMBER]}"])
+def test_a_file_with_a_number_beyond_64_bits_is_refused_at_its_field(field: str) -> None:
+    text = "steps: [{id: a, op: noop, " + field.replace("NUMBER", "99999999999999999999") + "}]"
+    with pytest.raises(BadRequest, match="64 bits") as info:
+        load_workflow(text)
+    assert info.value.where.startswith(f"steps.a.{field.partition(':')[0]}.")

@@ -21,6 +21,7 @@ from hexrt.errors import BadRequest, Disconnected, ErrorRecord, InvariantViolati
 from hexrt.protocol import messages as m
 from hexrt.protocol.framing import FrameSplitter, frame
 from hexrt.workflow.model import Workflow
+from hexrt.workflow.sendable import check_sendable
 
 READ_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 30
@@ -196,9 +197,12 @@ class Wire:
     def request(self, call: Call[Any]) -> tuple[int, bytes]:
         """The number and the frame. Raises BadRequest where the request cannot be sent."""
         number = next(self._numbers)
+        request = call.request(number)
         try:
-            body = values.encode(call.request(number))
+            body = values.encode(request)
         except TaskFailed as error:
+            if isinstance(request, m.Submit):
+                check_sendable(request.workflow)
             raise BadRequest(error.message, "workflow") from None
         if len(body) > self._max_bytes:
             raise BadRequest(

@@ -16,6 +16,7 @@ import msgspec
 from hexrt.errors import BadRequest
 from hexrt.workflow.fields import field_error, place, quoted, shown
 from hexrt.workflow.model import FILE, MapSpec, Needs, StepSpec, Workflow
+from hexrt.workflow.sendable import check_sendable
 from hexrt.workflow.syntax import MOST_NESTING, Format, parse, write
 
 MOST_FILE_BYTES = 16 << 20
@@ -51,9 +52,11 @@ def load_workflow(
     data.pop("$schema", None)  # for editors
     _attach(data, _Attacher(base_dir, max_attached_bytes))
     try:
-        return msgspec.convert(data, Workflow)
+        workflow = msgspec.convert(data, Workflow)
     except msgspec.ValidationError as error:
         raise _explain(error, data) from None
+    check_sendable(workflow)
+    return workflow
 
 
 def dump_workflow(workflow: Workflow, format: Format = "yaml") -> str:
