@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from hexrt.cli.prepare import STAMP
 from hexrt.devices.body import Bodies
+from hexrt.llm.convert import MANIFEST
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.host import VERSION, Hello, Launch
 from hexrt.values import decode, encode
@@ -20,9 +22,14 @@ IMAGES = ROOT / "tests" / "data" / "images"
 MAX_OUTPUT_BYTES = 32 << 20
 
 
+def is_prepared(name: str, models: Path = MODELS) -> bool:
+    """Whether a model's folder is complete: what `prepare` writes last, or for a language model what `convert` does, is there."""
+    return any((models / name / stamp).is_file() for stamp in (STAMP, MANIFEST))
+
+
 def need_models(*names: str) -> None:
     """Skips the calling test where a model was not prepared."""
-    missing = [name for name in names if not (MODELS / name / "prepared.json").is_file()]
+    missing = [name for name in names if not is_prepared(name)]
     if missing:
         pytest.skip(f"{', '.join(missing)} not prepared: run `make setup`")
 

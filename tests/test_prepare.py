@@ -9,7 +9,7 @@ import pytest
 
 from hexrt.cli.prepare import CORPUS_TITLES, Item, package_folder, prepare_item
 from hexrt.errors import Unavailable
-from tests.bodies import MODELS, need_models
+from tests.bodies import MODELS, is_prepared, need_models
 
 
 def item(text: str = "content", recipe: int = 1, package: str = "msgspec") -> Item:
@@ -47,6 +47,18 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
         prepare_item(item(package="no-such-package"), tmp_path)
     with pytest.raises(Unavailable, match="package no_such_package is not installed"):
         package_folder("no_such_package")
+
+
+@pytest.mark.parametrize(
+    ("last", "prepared"), [("prepared.json", True), ("conversion.json", True), ("config.json", False)]
+)
+def test_a_folder_counts_as_prepared_once_what_is_written_last_is_there(
+    tmp_path: Path, last: str, prepared: bool
+) -> None:
+    assert not is_prepared("thing", tmp_path)
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing" / last).write_text("{}")
+    assert is_prepared("thing", tmp_path) is prepared
 
 
 def test_the_corpus_holds_the_leads_that_the_demo_asks_about_and_names_its_licence() -> None:
