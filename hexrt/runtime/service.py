@@ -9,7 +9,6 @@ import asyncio
 import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 from hexrt.brain.decide import Brain
 from hexrt.clock import Clock
@@ -36,6 +35,7 @@ from hexrt.runtime.answers import (
     timeline_of,
     update_of,
 )  # fmt: skip
+from hexrt.runtime.deadlines import Deadlines
 from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.owner import Owner
 from hexrt.runtime.room import Room, tasks_of
@@ -81,7 +81,7 @@ class Service:
         self._watches: dict[bytes, list[Watch]] = {}
         self._waiting: dict[bytes, list[Callable[[], None]]] = {}
         self._room = Room(table, lambda run: loop.call_soon(table.forget, run))
-        self._deadlines: list[tuple[int, bytes, int]] = []
+        self._deadlines = Deadlines()
         self._tick: asyncio.TimerHandle | None = None
         self._submitting = 0
         self.draining = False
@@ -125,12 +125,8 @@ class Service:
                 return graph
             await asyncio.sleep(0)
 
-    def _note_deadlines(self, run: bytes, graph: TaskGraph, now_ns: int) -> None:
-        if graph.deadline_ns:
-            heappush(self._deadlines, (now_ns + graph.deadline_ns, run, -1))
-        for node in graph.nodes:
-            if node.deadline_ns:
-                heappush(self._deadlines, (now_ns + node.deadline_ns, run, node.index))
+    def _note_deadlines(self, run: bytes, graph: TaskGraph, submitted_ns: int) -> None:
+        self._deadlines.add(run, graph, submitted_ns, self._table.runs)
         self.keep_time()
 
     def resume(self) -> None:
@@ -148,8 +144,7 @@ class Service:
     def _on_tick(self) -> None:
         self._tick = None
         now_ns = self._clock.now_ns()
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
-            at_ns, run, step = heappop(self._deadlines)
+        for at_ns, run, step in self._deadlines.due(now_ns):
             self.owner.post(DeadlinePassed(run, step, at_ns))
         if self.owner.fleet is not None:
             self.owner.fleet.check_timeouts(now_ns)
@@ -338,6 +333,7 @@ class Service:
                 "open_tasks": float(table.open_tasks),
                 "queued_tasks": float(self._brain.queued),
                 "kept_runs": float(self._room.kept),
+                "deadlines": float(len(self._deadlines)),
                 "held_bytes": float(table.holding.held_bytes),
                 "turns": float(self.owner.turns),
                 "store_pending_bytes": float(store.pending_bytes),
