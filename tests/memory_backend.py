@@ -50,7 +50,7 @@ class MemoryBackend:
             raise NotFound("there is no such run", run.hex())
         return found
 
-    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability) -> RunId:
+    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability, awaits_end: bool) -> RunId:
         self.peers.append(peer)
         for i, step in enumerate(workflow.steps):
             if step.op not in OPS:

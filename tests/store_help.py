@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
+import apsw
 import msgspec
 
 from hexrt import values
@@ -13,7 +15,8 @@ from hexrt.core import Durability, RunState
 from hexrt.events import Event, Finished, Started, Submitted
 from hexrt.protocol.messages import AttemptRecord, RunSummary, RunTimeline, StepStatus
 from hexrt.runtime.store import Store
-from hexrt.runtime.store_records import EndedRun
+from hexrt.runtime.store_database import NAME
+from hexrt.runtime.store_records import EndedRun, decode_uses
 from hexrt.workflow.model import StepSpec, Workflow
 
 
@@ -81,6 +84,16 @@ class Owner:
             self.acknowledged = news
         else:
             self.failures.append(news)
+
+
+def check_lingering(directory: Path) -> None:
+    """Of a closed store: a run lingers if and only if it has its row, or had it, and some frame still holds facts of it."""
+    with closing(apsw.Connection(str(directory / NAME))) as connection:
+        lingering = {run for (run,) in connection.execute("SELECT run FROM lingering_runs")}
+        held = {run for (uses,) in connection.execute("SELECT uses FROM frames") for run in decode_uses(uses)}
+        ended_runs = {run for (run,) in connection.execute("SELECT run FROM runs")}
+    assert lingering <= held, "a run lingers though no frame holds facts of it"
+    assert held & ended_runs <= lingering, "a closed run would be taken for open"
 
 
 def _call(callback: Callable[[object], None], what: object) -> None:

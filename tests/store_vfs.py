@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,21 +85,25 @@ def apply(content: bytearray, offset: int, data: bytes | None) -> None:
 
 
 class ForgetfulFile(apsw.VFSFile):
-    def __init__(self, platter: Platter, name: object, flags: list[int]) -> None:
+    def __init__(self, platter: Platter, moment: threading.Lock, name: object, flags: list[int]) -> None:
         self._platter = platter
+        self._moment = moment
         super().__init__("", name, flags)  # type: ignore[arg-type]
 
     def xWrite(self, data: bytes, offset: int) -> None:
-        super().xWrite(data, offset)
-        self._platter.loose.append((offset, bytes(data)))
+        with self._moment:
+            super().xWrite(data, offset)
+            self._platter.loose.append((offset, bytes(data)))
 
     def xTruncate(self, newsize: int) -> None:
-        super().xTruncate(newsize)
-        self._platter.loose.append((newsize, None))
+        with self._moment:
+            super().xTruncate(newsize)
+            self._platter.loose.append((newsize, None))
 
     def xSync(self, flags: int) -> None:
-        super().xSync(flags)
-        self._platter.settle()
+        with self._moment:
+            super().xSync(flags)
+            self._platter.settle()
 
 
 class ForgetfulDisk(apsw.VFS):
@@ -106,12 +111,13 @@ class ForgetfulDisk(apsw.VFS):
 
     def __init__(self, name: str) -> None:
         self._platters: dict[str, Platter] = {}
+        self._moment = threading.Lock()  # a power loss meets all files at one moment
         super().__init__(name, "")
 
     def xOpen(self, name: object, flags: list[int]) -> ForgetfulFile:
         path = name.filename() if isinstance(name, apsw.URIFilename) else str(name)
         key = Path(path).name.replace(".new", "")  # the database is renamed when it is complete
-        return ForgetfulFile(self._platters.setdefault(key, Platter()), name, flags)
+        return ForgetfulFile(self._platters.setdefault(key, Platter()), self._moment, name, flags)
 
     def xDelete(self, filename: str, syncdir: bool) -> None:
         super().xDelete(filename, syncdir)
@@ -119,14 +125,12 @@ class ForgetfulDisk(apsw.VFS):
 
     def write_after_power_loss(self, directory: Path, rng: random.Random) -> None:
         """The files as they may be found: what was synced, and of the rest some writes, one of them perhaps cut short."""
-        for name, platter in list(self._platters.items()):
-            content = bytearray(platter.safe)
-            for offset, data in list(platter.loose):
+        with self._moment:
+            found = [(name, bytearray(platter.safe), list(platter.loose)) for name, platter in self._platters.items()]
+        for name, content, loose in found:
+            for offset, data in loose:
                 if rng.random() < 0.5:
-                    apply(
-                        content,
-                        offset,
-                        data if data is None or rng.random() < 0.7 else data[: rng.randrange(len(data))],
-                    )
+                    cut = data if data is None or rng.random() < 0.7 else data[: rng.randrange(len(data))]
+                    apply(content, offset, cut)
             if content and not name.endswith("-journal"):
                 (directory / name).write_bytes(content)

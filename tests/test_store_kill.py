@@ -15,14 +15,15 @@ import pytest
 from hexrt.events import Event
 from hexrt.runtime.store import Store
 from hexrt.runtime.store_records import LARGE_BYTES, EndedRun
+from hexrt.runtime.store_writer import Wait
 from tests.seeds import seeds
-from tests.store_help import ended, finished, plains, replayed, run_id, submitted
+from tests.store_help import check_lingering, ended, finished, plains, replayed, run_id, submitted
 
 LONG = run_id(0)
 
 
 def script() -> Iterator[Event | EndedRun]:
-    """What the process hands in, the same each time: the nth thing has ticket n, counted from 1."""
+    """What the process hands in, the same each time."""
     yield submitted(LONG)
     number = 0
     while True:
@@ -36,6 +37,17 @@ def script() -> Iterator[Event | EndedRun]:
             yield ended(run, bytes(size))
 
 
+def is_urgent(number: int) -> bool:
+    return number % 7 == 0
+
+
+def ticketed() -> Iterator[Event | EndedRun]:
+    """The nth has ticket n, counted from 1; runs that are closed later have none."""
+    for number, item in enumerate(script()):
+        if not isinstance(item, EndedRun) or is_urgent(number):
+            yield item
+
+
 def main(directory: Path) -> None:
     told: SimpleQueue[int] = SimpleQueue()
 
@@ -43,14 +55,17 @@ def main(directory: Path) -> None:
         print(ticket, flush=True)
         told.put(ticket)
 
-    store = Store(directory, tell, print, lambda callback, what: callback(what), lag_s=0.001, max_pending_bytes=100_000)
+    store = Store(directory, tell, print, lambda callback, what: callback(what), lag_s=0.001)
+    ticket = durable = 0
     for number, item in enumerate(script()):
-        if isinstance(item, EndedRun):
-            store.close_run(item, urgent=number % 7 == 0)
+        if not isinstance(item, EndedRun):
+            ticket = store.append([item], Wait.NOT if is_urgent(number) else Wait.LAG)
+        elif is_urgent(number):
+            ticket = store.close_run(item)
         else:
-            store.append([item], urgent=number % 7 == 0)
-        while store.is_behind():
-            told.get()
+            store.close_run_later(item)
+        while number % 50 == 0 and durable < ticket:
+            durable = told.get()
 
 
 @pytest.mark.parametrize("seed", seeds(10, 500))
@@ -64,7 +79,7 @@ def test_whatever_was_told_durable_survives_the_kill(tmp_path: Path, seed: int) 
             told = int(process.stdout.readline())
         process.kill()
         told = max([told, *map(int, process.stdout.read().split("\n")[:-1])])
-    items = list(islice(script(), told))
+    items = list(islice(ticketed(), told))
     gone = {item.summary.run for item in items if isinstance(item, EndedRun)}
     expected = [item for item in items if not isinstance(item, EndedRun) and item.run not in gone]  # type: ignore[union-attr]
     check(tmp_path, gone, expected)
@@ -78,4 +93,5 @@ def check(directory: Path, gone: set[bytes], expected: list[Event]) -> None:
     ordered = plains([event for event in expected if event.run not in rows])  # type: ignore[union-attr]
     assert plains(found)[: len(ordered)] == ordered
     store.close()
+    check_lingering(directory)
     assert plains(replayed(directory)) == plains(found)

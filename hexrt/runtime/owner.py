@@ -20,9 +20,14 @@ from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.fleet import Fleet
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
+from hexrt.runtime.store_writer import Wait
 
 log = logging.getLogger(__name__)
 KEPT = frozenset(DURABLE)
+CLOSE_S = 0.02
+"""Ended runs are closed together, behind their replies."""
+SHARE_S = 0.001
+"""A run that takes no longer than this from its submission to its end has one commit in all."""
 TURNS = 1000
 """Rounds of deciding in one turn before that is taken for a bug: each round's events come of the round before."""
 
@@ -37,7 +42,9 @@ class Owner:
         clock: Clock,
         on_changes: Callable[[list[Change]], None],
         on_ended: Callable[[Run], None],
+        on_closed: Callable[[Run], None],
     ) -> None:
+        """`on_ended` is called when a run's end may be shown, `on_closed` when the run's state is needed no more."""
         self._loop = loop
         self._table = table
         self._brain = brain
@@ -45,7 +52,9 @@ class Owner:
         self._clock = clock
         self._on_changes = on_changes
         self._on_ended = on_ended
+        self._on_closed = on_closed
         self._mailbox: list[Event] = []
+        self._ended: list[Run] = []  # and shown, but not closed
         self._due = False
         self._gated: deque[tuple[int, Callable[[], None]]] = deque()
         self.fleet: Fleet | None = None
@@ -112,8 +121,7 @@ class Owner:
             self._brain.engines.run_ended(run.id)
         self._tell()
         for run in ended:
-            self.after(self.gate_of(run), lambda r=run: self._on_ended(r))  # type: ignore[misc]
-            self._loop.call_soon(self._close, run)
+            self.after(self.gate_of(run), lambda r=run: self._end(r))  # type: ignore[misc]
         if self.when_still is not None and not any(run.in_flight for run in table.runs.values()):
             act, self.when_still = self.when_still, None
             act()
@@ -155,16 +163,20 @@ class Owner:
     def _record(self, kept: list[Event]) -> None:
         """Hands facts to the store; each run remembers the ticket of its newest."""
         of = [self._table.runs.get(getattr(event, "run", b"")) for event in kept]
-        urgent = any(
-            run is not None and (run.durability is Durability.SYNC or type(event) is Started)
+        awaited = {
+            type(event)
             for event, run in zip(kept, of, strict=True)
-        )
+            if run is not None and (run.durability is Durability.SYNC or type(event) is Started)
+        }
+        wait = Wait.LAG if not awaited else Wait.HELD if awaited == {Submitted} else Wait.NOT
         graphs = sum(
             run.graph.bytes
             for event, run in zip(kept, of, strict=True)
             if type(event) is Submitted and run is not None and run.graph is not None
         )
-        ticket = self._store.append(kept, urgent, graphs)
+        ticket = self._store.append(kept, wait, graphs)
+        if wait is Wait.HELD:
+            self._loop.call_later(SHARE_S, self._store.hasten, ticket)
         for run in of:
             if run is not None:
                 run.ticket = ticket
@@ -191,7 +203,16 @@ class Owner:
         for gate in sorted(later):
             self.after(gate, lambda c=later[gate]: self._on_changes(c))  # type: ignore[misc]
 
-    def _close(self, run: Run) -> None:
-        """Puts a row in the place of the facts of an ended run. Nothing waits for it: the facts are enough to end the run again."""
-        if run.durability is not Durability.NONE and run.id in self._table.runs:
-            self._store.close_run(ended_of(run), urgent=False)
+    def _end(self, run: Run) -> None:
+        self._on_ended(run)
+        self._ended.append(run)
+        if len(self._ended) == 1:
+            self._loop.call_later(CLOSE_S, self.close_ended)
+
+    def close_ended(self) -> None:
+        """Puts rows in the place of the facts of ended runs. Nothing waits for it: the facts are enough to end a run again."""
+        ended, self._ended = self._ended, []
+        for run in ended:
+            if run.durability is not Durability.NONE:
+                self._store.close_run_later(ended_of(run))
+            self._on_closed(run)

@@ -77,7 +77,7 @@ class Service:
         self.admin_gids = admin_gids
         self._check = check
         self._on_shutdown = on_shutdown
-        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended)
+        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended, self._closed)
         self._watches: dict[bytes, list[Watch]] = {}
         self._waiting: dict[bytes, list[Callable[[], None]]] = {}
         self._room = Room(table, lambda run: loop.call_soon(table.forget, run))
@@ -90,7 +90,7 @@ class Service:
 
     # --- submission ---------------------------------------------------------------------------------------------
 
-    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability) -> RunId:
+    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability, awaits_end: bool) -> RunId:
         if self.draining:
             raise Overloaded("the daemon is shutting down; submit again once it is back")
         limits, table = self.limits, self._table
@@ -112,6 +112,8 @@ class Service:
         self._note_deadlines(run, graph, now_ns)
         found = table.runs.get(run)
         if found is not None:
+            if not awaits_end:
+                self._store.hasten(self.owner.gate_of(found))
             await self._settled(found)
         return run
 
@@ -307,6 +309,8 @@ class Service:
             watches.clear()
         for act in self._waiting.pop(run.id, ()):
             act()
+
+    def _closed(self, run: Run) -> None:
         self._room.keep(run, self.limits)
 
     # --- the daemon ---------------------------------------------------------------------------------------------
@@ -363,6 +367,7 @@ class Service:
             self._still.set_result(None)
 
     def close(self) -> None:
-        """Stops the timer; who still waits is the server's to turn away."""
+        """Stops the timer and closes what has ended; who still waits is the server's to turn away."""
+        self.owner.close_ended()
         if self._tick is not None:
             self._tick.cancel()

@@ -34,13 +34,20 @@ from hexrt.runtime.store_records import (
     unpin,
     whole,
 )
-from hexrt.runtime.store_writer import Writer
+from hexrt.runtime.store_writer import Wait, Writer
 
 FACT_BYTES = 200
 """What a fact is taken to need in memory, beside its output."""
 KINDS = frozenset(DURABLE)
 
+
 log = logging.getLogger("hexrt.store")
+
+
+def _size_of(ended: EndedRun) -> int:
+    """What the row is taken to need in memory."""
+    size_bytes = FACT_BYTES * (1 + len(ended.steps) + len(ended.timeline.attempts))
+    return size_bytes + sum(len(raw) for raw in ended.outputs.values())
 
 
 class Store:
@@ -92,8 +99,8 @@ class Store:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def append(self, events: Sequence[Event], urgent: bool = True, extra_bytes: int = 0) -> int:
-        """The ticket of these facts; never waits. Without `urgent` they may wait up to `lag_s` for others.
+    def append(self, events: Sequence[Event], wait: Wait = Wait.NOT, extra_bytes: int = 0) -> int:
+        """The ticket of these facts; never waits. `wait` says what for they may wait, to share a commit with others.
 
         `extra_bytes` is what a submitted workflow has in literals, for `pending_bytes`. Raises TypeError for a kind of fact that is not
         in `events.DURABLE`.
@@ -105,16 +112,23 @@ class Store:
                 size_bytes += len(event.output)  # type: ignore[union-attr]  # `kind` says so
             elif kind not in KINDS:
                 raise TypeError(f"a {kind.__name__} is not kept by the store")
-        return self._writer.put(tuple(events), size_bytes, urgent)
+        return self._writer.put(tuple(events), size_bytes, wait)
 
-    def close_run(self, ended: EndedRun, urgent: bool = True) -> int:
+    def hasten(self, ticket: int) -> None:
+        """What was handed in up to this ticket waits for nothing more."""
+        self._writer.hasten(ticket)
+
+    def close_run(self, ended: EndedRun) -> int:
         """Puts the run's row in the place of its facts. A second row for the same run is not taken."""
-        size_bytes = FACT_BYTES * (1 + len(ended.steps) + len(ended.timeline.attempts))
-        return self._writer.put(ended, size_bytes + sum(len(raw) for raw in ended.outputs.values()), urgent)
+        return self._writer.put(ended, _size_of(ended), Wait.NOT)
 
-    def save(self, name: str, value: bytes, urgent: bool = False) -> int:
+    def close_run_later(self, ended: EndedRun) -> None:
+        """As `close_run`, some time after the lag, in the way of nobody: what waits for other facts does not wait for this row."""
+        self._writer.put_row(ended, _size_of(ended))
+
+    def save(self, name: str, value: bytes, wait: Wait = Wait.LAG) -> int:
         """Keeps a small value by name, in the place of the one before."""
-        return self._writer.put(Saved(name, value), FACT_BYTES + len(value), urgent)
+        return self._writer.put(Saved(name, value), FACT_BYTES + len(value), wait)
 
     @property
     def committed(self) -> int:
@@ -188,10 +202,13 @@ class Store:
             return None
 
     def find_run(self, run: bytes, with_outputs: bool = True) -> EndedRun | None:
-        """A run that was closed, once that is durable; the caller looks at whose it is. None where there is none.
+        """A run that was closed, once that is durable or if it was closed later; the caller looks at whose it is. None where there is none.
 
         `with_outputs` reads the files of large outputs; a lost one is in `errors` under the output's name.
         """
+        closing = self._writer.rows.get(run)
+        if closing is not None:
+            return closing
         found = self._reader.execute("SELECT summary, rest FROM runs WHERE run = ?", (run,)).get
         if found is None:
             return None
@@ -222,7 +239,14 @@ class Store:
             where.append("state = ?")
             values.append(state.value)
         query = f"SELECT summary FROM runs WHERE {' AND '.join(where)} ORDER BY submitted_wall_ns DESC LIMIT ?"
-        return [decode_summary(raw) for (raw,) in self._reader.execute(query, (*values, limit))]
+        closing = {
+            run: row.summary
+            for run, row in self._writer.rows.copy().items()
+            if uid in (None, row.summary.uid) and state in (None, row.summary.state)
+        }
+        stored = [decode_summary(raw) for (raw,) in self._reader.execute(query, (*values, limit))]
+        listed = [*closing.values(), *(summary for summary in stored if summary.run not in closing)]
+        return sorted(listed, key=lambda summary: summary.submitted_wall_ns, reverse=True)[:limit]
 
     def load(self, name: str) -> bytes | None:
         """The value saved last, once that is durable."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from hexrt.runtime.store_journal import Journal
 from hexrt.runtime.store_records import (
     EVERY_RUN,
     Blob,
+    Cutter,
     EndedRun,
     Frame,
     encode_ended,
     encode_fact,
-    frames_of,
     run_of,
     split_frame,
 )
@@ -63,8 +63,7 @@ Item = Sequence[Event] | EndedRun | Saved
 class Batch:
     """What one commit writes."""
 
-    facts: list[tuple[bytes, bytes]] = field(default_factory=list)  # (run, encoded)
-    begun: list[bytes] = field(default_factory=list)
+    facts: Cutter = field(default_factory=Cutter)
     ended: list[tuple[EndedRun, tuple[bytes, bytes, int]]] = field(default_factory=list)
     saved: dict[str, bytes] = field(default_factory=dict)
     contents: dict[Blob, bytes] = field(default_factory=dict)
@@ -88,29 +87,28 @@ class Committer:
         self._retention = retention
         self._sync = sync
         self._journal = self._load()
+        self._with_blobs = {run for run in self._tables.runs_with_blobs() if self._journal.is_open(run)}  # open runs
         self._runs, self._run_bytes = self._tables.extent_of_runs()
         self._wal_bytes = wal.stat().st_size  # what a crash has left; mostly zeros, but a checkpoint after it is due
         self._loose: list[bytes] = []  # digests that may not be needed any more
 
     def _load(self) -> Journal:
         journal = Journal()
-        open_runs = self._tables.open_runs()
-        for run in open_runs:
-            journal.begin(run)
+        closed = self._tables.lingering_runs()
         for number, size_bytes, uses in self._tables.frames():
-            live = {run: used for run, used in uses.items() if run == EVERY_RUN or run in open_runs}
-            journal.load(number, size_bytes, live)
+            journal.load(number, size_bytes, uses, closed)
         return journal
 
     def open_runs(self) -> frozenset[bytes]:
         return self._journal.open_runs
 
-    def commit(self, items: Iterable[Item]) -> None:
+    def commit(self, items: Sequence[Item]) -> None:
         """The items are on disk when it returns."""
         batch = self._gather(items)
-        frames = list(frames_of(batch.facts))
-        self._blobs.write(batch.contents, self._tables.is_blob_used)
-        if len(frames) == 1 and not (batch.begun or batch.ended or batch.saved or batch.blob_uses):
+        frames = batch.facts.frames()
+        if batch.contents:
+            self._blobs.write(batch.contents, self._tables.is_blob_used)
+        if len(frames) == 1 and not (batch.ended or batch.saved or batch.blob_uses):
             self._tables.put_frame(self._journal.add(frames[0]), frames[0])
         elif frames or batch.ended or batch.saved:
             with self._tables.transaction():
@@ -119,19 +117,18 @@ class Committer:
         self._wal_bytes += written_bytes + COMMIT_OVERHEAD_BYTES
 
     def _put(self, batch: Batch, frames: list[Frame]) -> None:
-        for run in batch.begun:
-            self._tables.open_run(run)
         for frame in frames:
             self._tables.put_frame(self._journal.add(frame), frame)
         self._end_runs(batch)
-        self._tables.put_blob_uses(batch.blob_uses)
+        if batch.blob_uses:
+            self._tables.put_blob_uses(batch.blob_uses)
+            self._with_blobs.update(run for run, _ in batch.blob_uses if self._journal.is_open(run))
         self._drop_oldest()
         for name, value in batch.saved.items():
             self._tables.save(name, value)
 
-    def _gather(self, items: Iterable[Item]) -> Batch:
+    def _gather(self, items: Sequence[Item]) -> Batch:
         """Leaves out the facts of runs that are not open, and of those that end in this very batch."""
-        items = list(items)
         batch, journal = Batch(), self._journal
         ending = {item.summary.run for item in items if isinstance(item, EndedRun)}
         for item in items:
@@ -146,24 +143,29 @@ class Committer:
                         continue
                     if type(fact) is Submitted:
                         journal.begin(run)
-                        batch.begun.append(run)
                     if run == EVERY_RUN or journal.is_open(run):
-                        batch.facts.append((run, encode_fact(fact, batch.put_blob)))
+                        batch.facts.put(run, encode_fact(fact, batch.put_blob))
         return batch
 
     def _end_runs(self, batch: Batch) -> None:
         """Writes the rows and lets go of the facts."""
         touched: set[int] = set()
+        closed: set[bytes] = set()
         for ended, (summary, rest, size_bytes) in batch.ended:
             run = ended.summary.run
             if self._tables.put_run(ended, summary, rest, size_bytes):
                 touched |= self._journal.close(run)
-                self._tables.close_run(run)
-                self._loose += self._tables.drop_blob_uses(run)
+                closed.add(run)
+                if run in self._with_blobs:
+                    self._with_blobs.discard(run)
+                    self._loose += self._tables.drop_blob_uses(run)
                 self._runs += 1
                 self._run_bytes += size_bytes
         if touched:
-            self._tables.delete_frames(self._journal.sweep(touched))
+            numbers, gone = self._journal.sweep(touched)
+            self._tables.delete_frames(numbers)
+            self._tables.delete_lingering_runs(run for run in gone if run not in closed)
+            self._tables.put_lingering_runs(run for run in closed if self._journal.lingers(run))
 
     def _drop_oldest(self) -> None:
         kept = self._retention
@@ -188,28 +190,28 @@ class Committer:
         if not self._journal.can_compact():
             return False
         numbers = self._journal.stretch(COMPACT_BYTES)
-        live = [
-            (run, fact)
-            for number in numbers
-            for run, fact in split_frame(*self._tables.frame(number))
-            if run == EVERY_RUN or self._journal.is_open(run)
-        ]
-        frames = list(frames_of(live))
+        live = Cutter()
+        for number in numbers:
+            for run, fact in split_frame(*self._tables.frame(number)):
+                if run == EVERY_RUN or self._journal.is_open(run):
+                    live.put(run, fact)
+        frames = live.frames()
         assert len(frames) <= len(numbers), "a rewrite made the journal longer"
         with self._tables.transaction():
             self._tables.delete_frames(numbers)
             for number, frame in zip(numbers, frames, strict=False):
                 self._tables.put_frame(number, frame)
-        self._journal.replace(numbers, frames)
+            self._tables.delete_lingering_runs(self._journal.replace(numbers, frames))
         self._wal_bytes += sum(len(frame.facts) for frame in frames) + COMMIT_OVERHEAD_BYTES
         return True
 
     def sweep(self) -> Iterator[None]:
         """Once after a start, in small steps: removes what a crash has left that nothing needs."""
-        dead = self._journal.sweep(self._journal.numbers())
+        dead, gone = self._journal.sweep(self._journal.numbers())
         if dead:
             with self._tables.transaction():
                 self._tables.delete_frames(dead)
+                self._tables.delete_lingering_runs(gone)
         yield
         yield from self._blobs.sweep(self._tables.is_blob_used)
 

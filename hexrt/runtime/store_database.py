@@ -18,7 +18,7 @@ from hexrt.runtime.store_blobs import Sync, sync_directory
 
 NAME = "hexrt.db"
 WHERE = "daemon.state_dir"
-VERSION = 1
+VERSION = 2
 APPLICATION = 0x48585254  # "HXRT"
 BUSY_MS = 5_000
 
@@ -33,7 +33,7 @@ SETTINGS: tuple[tuple[str, str | int], ...] = (
 SCHEMA = f"""
 BEGIN;
 CREATE TABLE frames (number INTEGER PRIMARY KEY, crc INTEGER NOT NULL, uses BLOB NOT NULL, facts BLOB NOT NULL);
-CREATE TABLE open_runs (run BLOB PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE lingering_runs (run BLOB PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE runs (
     ordinal INTEGER PRIMARY KEY, run BLOB NOT NULL UNIQUE, uid INTEGER NOT NULL, state TEXT NOT NULL,
     submitted_wall_ns INTEGER NOT NULL, size_bytes INTEGER NOT NULL, summary BLOB NOT NULL, rest BLOB NOT NULL

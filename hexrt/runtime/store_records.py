@@ -7,7 +7,7 @@ and the digest of the file that holds it. Encodes and decodes only: no file and 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -120,20 +120,37 @@ def _encode_away(fact: Submitted | Finished, part: str, content: bytes, hollow: 
     return _encoder.encode(Away(put(fact.run, content), msgspec.structs.replace(fact, **{part: hollow})))
 
 
-def frames_of(facts: Iterable[tuple[bytes, bytes]]) -> Iterator[Frame]:
-    """Cuts (run, encoded fact) pairs into frames, in order."""
-    parts: list[bytes] = []
-    uses: dict[bytes, int] = {}
-    size_bytes = 0
-    for run, fact in facts:
-        parts.append(fact)
-        uses[run] = uses.get(run, 0) + len(fact)
-        size_bytes += len(fact)
-        if size_bytes >= FRAME_BYTES:
-            yield Frame(bytes(values.join(parts)), uses)
-            parts, uses, size_bytes = [], {}, 0
-    if parts:
-        yield Frame(bytes(values.join(parts)), uses)
+class Cutter:
+    """Cuts encoded facts into frames, in order."""
+
+    __slots__ = ("_frames", "_parts", "_size_bytes", "_uses")
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parts: list[bytes] = []
+        self._uses: dict[bytes, int] = {}
+        self._size_bytes = 0
+
+    def put(self, run: bytes, fact: bytes) -> None:
+        size_bytes = len(fact)
+        self._parts.append(fact)
+        self._uses[run] = self._uses.get(run, 0) + size_bytes
+        self._size_bytes += size_bytes
+        if self._size_bytes >= FRAME_BYTES:
+            self._end()
+
+    def _end(self) -> None:
+        self._frames.append(Frame(bytes(values.join(self._parts)), self._uses))
+        self._begin()
+
+    def frames(self) -> list[Frame]:
+        """All frames; to be asked for once, at the end."""
+        if self._parts:
+            self._end()
+        return self._frames
 
 
 def encode_uses(uses: dict[bytes, int]) -> bytes:

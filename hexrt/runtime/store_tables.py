@@ -46,14 +46,14 @@ class Tables:
     def delete_frames(self, numbers: Iterable[int]) -> None:
         self._connection.executemany("DELETE FROM frames WHERE number = ?", ((number,) for number in numbers))
 
-    def open_runs(self) -> frozenset[bytes]:
-        return frozenset(run for (run,) in self._connection.execute("SELECT run FROM open_runs"))
+    def lingering_runs(self) -> frozenset[bytes]:
+        return frozenset(run for (run,) in self._connection.execute("SELECT run FROM lingering_runs"))
 
-    def open_run(self, run: bytes) -> None:
-        self._connection.execute("INSERT OR IGNORE INTO open_runs (run) VALUES (?)", (run,))
+    def put_lingering_runs(self, runs: Iterable[bytes]) -> None:
+        self._connection.executemany("INSERT INTO lingering_runs (run) VALUES (?)", ((run,) for run in runs))
 
-    def close_run(self, run: bytes) -> None:
-        self._connection.execute("DELETE FROM open_runs WHERE run = ?", (run,))
+    def delete_lingering_runs(self, runs: Iterable[bytes]) -> None:
+        self._connection.executemany("DELETE FROM lingering_runs WHERE run = ?", ((run,) for run in runs))
 
     def put_run(self, ended: EndedRun, summary: bytes, rest: bytes, size_bytes: int) -> bool:
         """False, and nothing is changed, for a run that has its row already."""
@@ -83,6 +83,10 @@ class Tables:
     def put_blob_uses(self, uses: Iterable[tuple[bytes, bytes]]) -> None:
         """`uses` are (run, digest)."""
         self._connection.executemany("INSERT OR IGNORE INTO blob_uses (run, digest) VALUES (?, ?)", uses)
+
+    def runs_with_blobs(self) -> Iterator[bytes]:
+        for (run,) in self._connection.execute("SELECT DISTINCT run FROM blob_uses"):
+            yield run
 
     def drop_blob_uses(self, run: bytes) -> list[bytes]:
         """The digests that the run needed."""

@@ -30,8 +30,8 @@ class Backend(Protocol):
     A client that goes away cancels the wait of `status`, `list_runs`, `result` and `timeline`; never that of the others.
     """
 
-    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability) -> RunId:
-        """Returns once the run is as durable as was asked."""
+    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability, awaits_end: bool) -> RunId:
+        """Returns once the run is as durable as was asked; a moment later where the client `awaits_end` anyway and that saves a commit."""
 
     async def cancel(self, peer: Peer, run: RunId, reason: str) -> None:
         """Returns once no work of the run goes on; at once where it had ended."""

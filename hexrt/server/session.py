@@ -119,7 +119,7 @@ class Session:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _submit(self, request: m.Submit) -> None:
-        work = self._backend.submit(self.peer, request.workflow, request.durability)
+        work = self._backend.submit(self.peer, request.workflow, request.durability, request.follow == "result")
         self._carry_through(request.request, work, partial(self._accepted, request.request, request.follow))
 
     def _accepted(self, number: int, follow: str, run: RunId) -> None:
