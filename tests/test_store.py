@@ -359,6 +359,20 @@ def test_a_file_stays_as_long_as_some_run_needs_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["hexrt.db"]
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_files_that_only_facts_needed_go_with_them(tmp_path: Path, restarts: bool) -> None:
+    owner = Owner(tmp_path)
+    owner.wait(owner.store.append([submitted(A), finished(A, 0, BIG), submitted(B), finished(B, 0, BIG[1:] + b"!")]))
+    if restarts:
+        owner.close()
+        owner = Owner(tmp_path)
+    assert len(files_of(tmp_path / "blobs")) == 2
+    owner.wait(owner.store.close_run(ended(A, "small")))
+    owner.close()
+    assert len(files_of(tmp_path / "blobs")) == 1
+    assert plains(replayed(tmp_path)) == plains([submitted(B), finished(B, 0, BIG[1:] + b"!")])
+
+
 def spoil(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"!")
 

@@ -178,9 +178,8 @@ class Writer:
         """Commits the whole inbox, or rows that are due, or both where nobody waits."""
         is_awaited, self._is_awaited = self._is_awaited, False
         self._due = inf  # before the inbox is emptied: what comes after that lowers it again
-        rows = (
-            [] if is_awaited and self._inbox else self._due_rows()
-        )  # before the facts: none may overtake those of its run
+        # rows are taken first: none may overtake the facts of its run
+        rows = [] if is_awaited and self._inbox else self._due_rows()
         entries = [self._inbox.popleft() for _ in range(len(self._inbox))]
         if not entries and not rows:
             return
