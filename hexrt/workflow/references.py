@@ -239,7 +239,11 @@ def _float_fault(value: float) -> str:
 
 
 def _int_fault(value: int) -> str:
-    return "" if _INT_LOW <= value <= _INT_HIGH else "this whole number does not fit 64 bits, from -2^63 to 2^64 - 1: pass it as text"
+    return (
+        ""
+        if _INT_LOW <= value <= _INT_HIGH
+        else "this whole number does not fit 64 bits, from -2^63 to 2^64 - 1: pass it as text"
+    )
 
 
 def _no_fault(value: object) -> str:
