@@ -43,8 +43,7 @@ class LoadedModel(msgspec.Struct, frozen=True):
     context_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
+class ModelSource(msgspec.Struct, frozen=True):
     path: str
     dtype: str
 

@@ -10,7 +10,6 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ FREE_TABLES = frozenset({"models", "ops"})
 """Sections whose keys are names of the user's choice; only a file can fill them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     config: Config
     origins: Mapping[str, str]
 

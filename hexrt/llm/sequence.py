@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+import msgspec
+
 from hexrt.core import SequenceId
 from hexrt.protocol.host import Sampling
 
@@ -22,8 +24,7 @@ class Stage(enum.Enum):
     GONE = "gone"
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRequest:
+class SequenceRequest(msgspec.Struct, frozen=True):
     """`ids` is the whole prompt. Without `sampling` the prompt is only prefilled.
 
     `answered` are answer ids from before a restart, `answered_text` the text that was given out with them. `parent` is the key of a
@@ -110,8 +111,7 @@ class State:
         self.introduced = not share.introduces
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """A sequence's part in one chunk: a slice of its material, and at most how many answer tokens."""
 
     state: State

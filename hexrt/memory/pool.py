@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from hexrt.core import SequenceId
 from hexrt.errors import InvariantViolation, OutOfMemory
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
+class PoolStatistics(msgspec.Struct, frozen=True):
     frames: int
     free: int
     held: int

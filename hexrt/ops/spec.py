@@ -7,7 +7,6 @@ imports what it needs inside its function, in the host process. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,8 +18,7 @@ class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For an op without parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(msgspec.Struct, frozen=True):
     """A named input. `type` is what msgspec checks a value against (in the host, and for a literal when the workflow is checked)."""
 
     type: Any = Any
@@ -30,8 +28,7 @@ class Port:
     doc: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """One scheduled unit of a step. Parts of a step form a chain; each is given the output of the one before as input `previous`.
 
     `body` is "module:function", imported in the host; None where the device's LLM engine carries the part out, by `name`
@@ -48,8 +45,7 @@ def by_input_bytes(params: Any, input_bytes: int) -> int:
     return input_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class OpSpec:
+class OpSpec(msgspec.Struct, frozen=True):
     """A step type.
 
     `work` gives the number that run time grows with; the cost model keeps one estimate per power of two of it.
@@ -61,9 +57,9 @@ class OpSpec:
     doc: str
     parts: tuple[Part, ...]
     params: type[msgspec.Struct] = NoParams
-    inputs: Mapping[str, Port] = field(default_factory=dict)
+    inputs: Mapping[str, Port] = msgspec.field(default_factory=dict)
     output: TensorMeta | None = None  # where the whole output is a tensor of known form
-    outputs: Mapping[str, TensorMeta] = field(default_factory=dict)  # by key, where the output is a dict with tensors
+    outputs: Mapping[str, TensorMeta] = msgspec.field(default_factory=dict)  # by key: a dict that holds tensors
     idempotent: bool | Callable[[Any], bool] = True
     work: Callable[[Any, int], int] = by_input_bytes
     check: Callable[[Any], None] | None = None

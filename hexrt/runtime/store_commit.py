@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import apsw
+import msgspec
 
 from hexrt.events import Event, Submitted
 from hexrt.runtime.store_blobs import BlobFolder, Sync, blob_of
@@ -40,16 +40,14 @@ COMPACT_BYTES = 1 << 20
 log = logging.getLogger("hexrt.store")
 
 
-@dataclass(slots=True, frozen=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """A small value by name."""
 
     name: str
     value: bytes
 
 
-@dataclass(slots=True, frozen=True)
-class Retention:
+class Retention(msgspec.Struct, frozen=True):
     """How much of ended runs is kept: the oldest go first, the newest always stays."""
 
     runs: int
@@ -59,15 +57,14 @@ class Retention:
 Item = Sequence[Event] | EndedRun | Saved
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(msgspec.Struct):
     """What one commit writes."""
 
-    facts: Cutter = field(default_factory=Cutter)
-    ended: list[tuple[EndedRun, tuple[bytes, bytes, int]]] = field(default_factory=list)
-    saved: dict[str, bytes] = field(default_factory=dict)
-    contents: dict[Blob, bytes] = field(default_factory=dict)
-    blob_uses: list[tuple[bytes, bytes]] = field(default_factory=list)  # (run, digest)
+    facts: Cutter = msgspec.field(default_factory=Cutter)
+    ended: list[tuple[EndedRun, tuple[bytes, bytes, int]]] = msgspec.field(default_factory=list)
+    saved: dict[str, bytes] = msgspec.field(default_factory=dict)
+    contents: dict[Blob, bytes] = msgspec.field(default_factory=dict)
+    blob_uses: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)  # (run, digest)
 
     def put_blob(self, run: bytes, content: bytes) -> Blob:
         blob = blob_of(content)

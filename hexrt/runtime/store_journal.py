@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+
+import msgspec
 
 from hexrt.runtime.store_records import EVERY_RUN, Frame
 
@@ -18,8 +19,7 @@ WASTE_BYTES = 8 << 20
 """Less waste than this is never worth a rewrite."""
 
 
-@dataclass(slots=True, eq=False)
-class FrameUse:
+class FrameUse(msgspec.Struct, eq=False):
     size_bytes: int
     live: dict[bytes, int]  # run -> bytes, only of open runs
     waste: set[bytes]  # closed runs

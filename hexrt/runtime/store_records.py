@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -70,8 +69,7 @@ class EndedRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeline: RunTimeline
 
 
-@dataclass(slots=True, eq=False)
-class Frame:
+class Frame(msgspec.Struct, eq=False):
     """Some facts in order as one msgpack array, and how many of its bytes each run has in it."""
 
     facts: bytes

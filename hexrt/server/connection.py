@@ -11,7 +11,6 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,8 +27,7 @@ TOGETHER_S = 0.001
 _encoder = msgspec.msgpack.Encoder()
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
+class ConnectionLimits(msgspec.Struct, frozen=True):
     max_frame_bytes: int
     max_unsent_bytes: int
     max_in_flight: int = 256  # requests of one client that are not fully answered

@@ -11,10 +11,10 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from hexrt.errors import Overloaded
 from hexrt.protocol.framing import frame
@@ -33,8 +33,7 @@ SWEEPS_A_LIMIT = 2
 SEND_REST_S = 2.0  # how long, at the end, for what clients have not read yet
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
+class ServerLimits(msgspec.Struct, frozen=True):
     """`half_frame_s`: how long a frame or a handshake may stay unfinished, and an answer unread by a client that ends or asks on."""
 
     connection: ConnectionLimits

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,8 +30,7 @@ T = TypeVar("T")
 _decoder = msgspec.msgpack.Decoder(m.FromClient)
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True):
     """What a session is given by its server. `spawn` runs a task that outlives the session if need be; `on_bug` hears of errors of ours."""
 
     loop: asyncio.AbstractEventLoop

@@ -31,8 +31,7 @@ MOST_OUTPUTS = 10_000  # or one a step
 MOST_SECONDS = 31_536_000
 
 
-@dataclass(frozen=True, slots=True)
-class GraphLimits:
+class GraphLimits(msgspec.Struct, frozen=True):
     """What a workflow may be at most. `max_nesting` counts lists and dicts in each other in inputs and params, 100 at most."""
 
     max_steps: int = 100_000

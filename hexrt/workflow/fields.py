@@ -5,7 +5,6 @@ A place is written `steps.hits.inputs.query[2].text`: keys by dots, list positio
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
 
@@ -34,8 +33,10 @@ def shown(key: str) -> str:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """The end of a sentence: the nearest of `known`, else all of them where they are few."""
+    from difflib import get_close_matches  # for bad input only: not part of the daemon's start
+
     names = sorted(known) if len(known) <= MOST_COMPARED else []
-    near = difflib.get_close_matches(name, names, 1) if len(name) <= 200 else []
+    near = get_close_matches(name, names, 1) if len(name) <= 200 else []
     if near:
         return f"; did you mean {near[0]!r}?"
     if not names:

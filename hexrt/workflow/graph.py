@@ -25,8 +25,7 @@ class InputRef(msgspec.Struct, frozen=True, gc=False):
     path: tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MapOver:
+class MapOver(msgspec.Struct, frozen=True):
     """What a map step fans out over: literal elements, or the list at `path` in the output of step `step`."""
 
     elements: tuple[msgspec.Raw, ...] | None

@@ -32,8 +32,7 @@ def _field_names(params: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(f.encode_name for f in msgspec.structs.fields(params))
 
 
-@dataclass(eq=False, slots=True)
-class OpFacts:
+class OpFacts(msgspec.Struct, eq=False):
     """What all steps of an op share. `fault` is why empty params will not do; without one, `params` and `params_raw` are those."""
 
     op: OpSpec
