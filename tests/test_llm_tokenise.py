@@ -273,7 +273,7 @@ def test_the_outputs_say_what_was_asked_and_answered() -> None:
 def test_default_means_the_first_model_unless_one_is_called_so() -> None:
     assert resolve_model("default", ["b", "a"]) == "b"
     assert resolve_model("default", ["b", "default"]) == "default"
-    with pytest.raises(NotFound, match="names none, and daemon.models_dir holds none"):
+    with pytest.raises(NotFound, match=r"names none, and daemon\.models_dir holds none"):
         resolve_model("default", [])
 
 
