@@ -74,7 +74,7 @@ class RunTable:
 
     def place(self, task: Task, device: str, command: int, now_ns: int, predicted_ns: int) -> None:
         """The brain's choice: a ready (or, ahead of time, waiting) task becomes placed, as a new attempt."""
-        assert task.state == READY or task.state == W, story(task)
+        assert task.state is READY or task.state is W, story(task)
         task.state = PLACED
         task.attempt += 1
         task.device = device
@@ -163,7 +163,7 @@ class RunTable:
 
     def _task_ready(self, task: Task, now_ns: int) -> None:
         task.ready_ns = now_ns
-        if task.state == W:  # else it was placed ahead of time
+        if task.state is W:  # else it was placed ahead of time
             task.state = READY
             self.fresh.append(task)
 
@@ -189,7 +189,7 @@ class RunTable:
         task = self._find(event)
         if task is None:
             return
-        if task.state != PLACED:  # a replay: the launch that this record came before may have happened
+        if task.state is not PLACED:  # a replay: the launch that this record came before may have happened
             task.run.in_flight += 1
         task.state = RUNNING
         task.attempt = event.attempt
@@ -204,7 +204,7 @@ class RunTable:
             return
         run, step = task.run, task.step
         node = step.node
-        if task.state == PLACED or task.state == RUNNING:
+        if task.state is PLACED or task.state is RUNNING:
             run.in_flight -= 1
         task.state = DONE
         task.attempt = event.attempt
@@ -259,7 +259,7 @@ class RunTable:
             for index in step.node.successors:
                 successor = steps[index]
                 successor.pending -= 1
-                if successor.pending == 0 and successor.state == W and self._step_ready(run, successor, now_ns):
+                if successor.pending == 0 and successor.state is W and self._step_ready(run, successor, now_ns):
                     done.append(successor)
             output = EMPTY_LIST
         if run.open_steps == 0:
@@ -277,7 +277,7 @@ class RunTable:
         if task is None:
             return
         run, step, error = task.run, task.step, event.error
-        if task.state == PLACED or task.state == RUNNING:
+        if task.state is PLACED or task.state is RUNNING:
             run.in_flight -= 1
         task.attempt = event.attempt
         task.device = event.device or task.device
@@ -304,7 +304,7 @@ class RunTable:
     def _wait_again(self, task: Task, now_ns: int) -> None:
         task.state = W
         task.start_ns = task.end_ns = 0
-        if task.step.state == READY:  # else it had been placed ahead of its predecessor's end
+        if task.step.state is READY:  # else it had been placed ahead of its predecessor's end
             self._task_ready(task, now_ns)
 
     def _fail_step(self, run: Run, step: Step, error: ErrorRecord, now_ns: int, state: TaskState = FAILED) -> None:
@@ -328,7 +328,7 @@ class RunTable:
             self.holding.step_ended(run, step)
         run.open_steps -= 1
         for task in step.tasks:
-            if task.state == PLACED or task.state == RUNNING:
+            if task.state is PLACED or task.state is RUNNING:
                 self.stop.append(task)
             elif task.state < PLACED:
                 task.state = CANCELLED if state == CANCELLED else SKIPPED
