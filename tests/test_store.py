@@ -19,10 +19,11 @@ from hexrt import values
 from hexrt.core import RunState
 from hexrt.errors import BadRequest, ErrorRecord, Unavailable
 from hexrt.events import CancelRequested, DeadlinePassed, DeviceUp, Emitted, Event, Failed, Recovered
+from hexrt.runtime import store_writer
 from hexrt.runtime.store import Store
 from hexrt.runtime.store_database import lock_directory
 from hexrt.runtime.store_records import LARGE_BYTES
-from hexrt.runtime.store_writer import Wait, Writer
+from hexrt.runtime.store_writer import Bell, Wait, Writer
 from tests.store_help import Owner, check_lingering, ended, finished, plains, replayed, run_id, started, submitted
 
 A, B, C = run_id(1), run_id(2), run_id(3)
@@ -170,6 +171,37 @@ def test_a_row_never_overtakes_the_facts_of_its_run(tmp_path: Path, monkeypatch:
     owner.close()
     assert plains(replayed(tmp_path)) == plains([submitted(C)])
     assert rows(tmp_path, "SELECT count(*) FROM runs") == [(2,)]
+
+
+@pytest.mark.parametrize("wait", [Wait.NOT, Wait.HELD, Wait.LAG])
+def test_what_falls_into_a_commit_does_not_keep_the_writer_asleep_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Wait
+) -> None:
+    due_rows, listen, asleep = Writer._due_rows, Bell.wait, threading.Event()
+    told: list[int] = []
+
+    def meanwhile(writer: Writer) -> object:
+        """A fact that somebody waits for comes in while the writer makes up a commit, and is part of it."""
+        if not told:
+            told.append(owner.store.append([submitted(B)]))
+        return due_rows(writer)
+
+    def noted(bell: Bell, timeout_s: float) -> bool:
+        if told and timeout_s == -1:
+            asleep.set()
+        return listen(bell, timeout_s)
+
+    monkeypatch.setattr(store_writer, "QUIET_S", 0)
+    owner = Owner(tmp_path, lag_s=0.001)
+    monkeypatch.setattr(Writer, "_due_rows", meanwhile)
+    monkeypatch.setattr(Bell, "wait", noted)
+    owner.store.append([submitted(A)], Wait.LAG)
+    assert asleep.wait(10)
+    ticket = owner.store.append([submitted(C)], wait)
+    owner.store.hasten(ticket)
+    assert owner.wait(ticket)
+    owner.close()
+    assert {event.run for event in replayed(tmp_path)} == {A, B, C}  # type: ignore[union-attr]
 
 
 def test_a_lag_that_has_passed_commits_what_is_not_urgent(tmp_path: Path) -> None:

@@ -158,6 +158,10 @@ class Writer:
             self._is_quiet = False
             self._wait_due()
             self._commit()
+            return
+        self._due = inf  # a `put` that fell into the last commit may have lowered it, and the next one must ring
+        if self._inbox:  # came just before that, so that its own lowering may be lost
+            self._due = 0.0
         elif self._bell.wait(0 if self._is_quiet else QUIET_S):
             self._is_quiet = False
         elif self._is_quiet and next(chores, self) is self:
