@@ -187,9 +187,8 @@ def show(
     times = [t for r in results.together for t in step_times(r.label, r.timeline)]
     console.print(steps_table(times, full))
     console.print(str(comparison), highlight=False, soft_wrap=True)
-    console.print(
-        f"trace: {trace.path} ({trace.slices} slices; open it at ui.perfetto.dev)", highlight=False, soft_wrap=True
-    )
+    console.print(f"trace: {trace.path}", highlight=False, soft_wrap=True)
+    console.print(f"{trace.slices} slices; open it at https://ui.perfetto.dev", highlight=False)
 
 
 def make_room(trace: Path) -> None:

@@ -93,10 +93,18 @@ def busy_ns(timelines: Sequence[RunTimeline]) -> int:
 
 
 def show_answer(console: Console, question: Question, outputs: Mapping[str, Any]) -> None:
-    """What one agent found, said and did. A step that failed leaves its line out."""
+    """What one agent found, said and did. A step that failed leaves its line out. A terminal's lines break between words."""
 
     def line(name: str, text: object, style: str = "") -> None:
-        console.print(Text(f"  {name:<9}", "cyan"), Text(printable(str(text)), style), soft_wrap=True)
+        row = Table.grid(padding=(0, 1, 0, 0))
+        row.add_column(width=11, style="cyan")
+        row.add_column(overflow="fold")
+        told = Text(printable(str(text)), style)
+        row.add_row(f"  {name}", told)
+        if console.is_terminal:
+            console.print(row)
+        else:
+            console.print(Text(f"  {name:<9}", "cyan"), told, soft_wrap=True)
 
     console.print(Text(question.text, "bold"))
     if "answer" in outputs:
