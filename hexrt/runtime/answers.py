@@ -122,7 +122,7 @@ def result_of_ended(ended: EndedRun) -> RunResult:
 
 def update_of(change: Change, number: int) -> Update:
     step, task = change.step, change.task
-    error = step.error if step is not None and change.event not in ("done", "tokens") else None
+    error = step.error if step is not None and change.event in ("failed", "cancelled", "skipped", "unknown") else None
     parts = len(step.node.op.parts) if step is not None else 1
     at_ns = 0
     if task is not None:
