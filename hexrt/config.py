@@ -56,10 +56,21 @@ class Pool(_Section):
     window: Positive = 64  # tasks sent ahead to a worker
 
 
+class Memory(_Section):
+    """What lies between a device's own memory and recomputing. Taken from the machine as it is first used, the NVMe file when it is first needed."""
+
+    host_mib: Positive = 1024
+    nvme_mib: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 4096  # 0: no file
+    nvme_path: str = ""  # "": pages in the state directory
+    ring_mib: Positive = 64  # for the tensors that one host process has put out and nobody has moved yet
+    policy: Literal["next_use", "lru"] = "next_use"
+    wait_s: Seconds = 30.0  # how long a step that holds something waits for the rest of its memory
+
+
 class Cpu(_Section):
     enabled: bool = True
     threads: Cores = 0  # 0: the number of cores
-    arena_mib: Positive = 512
+    arena_mib: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 512  # 0: pages are used in place in the host's memory
     token_budget: Positive = 512  # prompt tokens of one chunk
     passes: Positive = 4  # forward passes of one chunk
 
@@ -82,6 +93,7 @@ class Config(_Section):
     limits: Limits = Limits()
     steps: Steps = Steps()
     pool: Pool = Pool()
+    memory: Memory = Memory()
     cpu: Cpu = Cpu()
     npu: Npu = Npu()
     models: dict[str, Model] = {}

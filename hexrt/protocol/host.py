@@ -1,7 +1,7 @@
 """What the daemon and its device hosts say to each other, over one socketpair a host.
 
 Owns the message types of both directions. A frame to a host is a msgpack array of messages; a frame from a host is
-`[host_epoch, [messages]]`. The daemon drops a frame of an old epoch, and a report whose (command, attempt) it does not wait for.
+`[host_epoch, [messages]]`. File descriptors come with the frame of their Map, in order. The daemon drops a frame of an old epoch, and a report whose (command, attempt) it does not wait for.
 A host refuses a page binding of an older version than it has. Pure.
 """
 
@@ -13,7 +13,10 @@ import msgspec
 
 from hexrt.errors import ErrorRecord
 
-VERSION = 1
+VERSION = 2
+
+# Places: how a host addresses memory. Greater numbers are segments that the daemon names by Map.
+DEVICE, HOST, NVME, FIRST_SEGMENT = 0, 1, 2, 16
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,6 +49,15 @@ class Binding(Message):
     local: int = 0
 
 
+class Located(Message):
+    """Where the bytes of a tensor lie that a value names by its handle."""
+
+    handle: int
+    place: int
+    offset: int
+    bytes: int
+
+
 class Launch(Message, tag=1):
     """Run one task. Launches of a pool worker are run in order; one whose local producer failed is not begun: HostFailed of kind
     `dropped`, like that of a Cancel that came before the beginning. Every Launch that is not withdrawn gets exactly one last report."""
@@ -62,6 +74,7 @@ class Launch(Message, tag=1):
     inputs: msgspec.Raw
     bindings: tuple[Binding, ...] = ()
     report_start: bool = False
+    tensors: tuple[Located, ...] = ()  # of the inputs; valid until the last report
 
 
 class LoadModel(Message, tag=2):
@@ -69,7 +82,6 @@ class LoadModel(Message, tag=2):
     model: str
     path: str  # folder with safetensors, config and tokeniser
     dtype: str
-    arena_bytes: int  # as many page frames as fit are held for it; how many is in the output
     page_tokens: int
 
 
@@ -78,17 +90,27 @@ class UnloadModel(Message, tag=3):
     model: str
 
 
+class Piece(Message):
+    """`pages` pages that are neighbours at both ends. `sums`: from NVME, the xxh3_64 that each page must have; else empty."""
+
+    source: int  # a place
+    source_offset: int
+    target: int
+    target_offset: int
+    page_bytes: int
+    pages: int
+    sums: tuple[int, ...] = ()
+
+
 class Copy(Message, tag=4):
-    """Copy whole page frames within the model's arena: source[i] to target[i]."""
+    """Move bytes between places, beside what else the host does. Nothing else touches them until Copied."""
 
     command: int
-    model: str
-    source: tuple[int, ...]
-    target: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
 
 class BindPages(Message, tag=5):
-    """Entries `first`.. of a sequence's page table become `frames`."""
+    """Entries `first`.. of a sequence's page table become `frames`, counted by the model's page over the whole arena."""
 
     model: str
     sequence: int
@@ -157,7 +179,22 @@ class Ping(Message, tag=10):
     """Asks the host's loop for a sign of life: Stats without values follows, after a running body where that runs on the loop."""
 
 
-ToHost = Hello | Launch | LoadModel | UnloadModel | Copy | BindPages | Chunk | Withdraw | Cancel | Release | Ping
+class Map(Message, tag=11):
+    """A place that the host may address from now on; one file descriptor comes with it. `ring`: the host's own, for its outputs."""
+
+    place: int
+    bytes: int
+    writable: bool = False
+    ring: bool = False
+
+
+class Unmap(Message, tag=12):
+    place: int
+
+
+ToHost = (
+    Hello | Launch | LoadModel | UnloadModel | Copy | BindPages | Chunk | Withdraw | Cancel | Release | Ping | Map | Unmap
+)  # fmt: skip
 
 # --- from a host ------------------------------------------------------------------------------------------------
 
@@ -176,12 +213,22 @@ class HostStarted(Message, tag=1):
     start_ns: int
 
 
+class Made(Message):
+    """A tensor that an output names by its handle: new in a slot of the host's ring, or with slot -1 one of the inputs passed on."""
+
+    handle: int
+    slot: int
+    offset: int
+    bytes: int
+
+
 class HostFinished(Message, tag=2):
     command: int
     attempt: int
     start_ns: int
     end_ns: int
     output: msgspec.Raw  # for LoadModel: a map {page_bytes, context_tokens, eos, ...}
+    tensors: tuple[Made, ...] = ()
 
 
 class Token(Message):
@@ -200,11 +247,23 @@ class Chunked(Message, tag=3):
     tokens: tuple[Token, ...]
 
 
+class CopyFault(Message):
+    """A page that was not copied; its number counts through all pieces."""
+
+    page: int
+    kind: str  # io, short, checksum, full
+    message: str
+
+
 class Copied(Message, tag=4):
+    """`sums`: the xxh3_64 of each page written to NVME, in order; else empty. Pages not in `faults` are whole at their target."""
+
     command: int
     start_ns: int
     end_ns: int
     bytes: int
+    sums: tuple[int, ...] = ()
+    faults: tuple[CopyFault, ...] = ()
 
 
 class HostFailed(Message, tag=5):
