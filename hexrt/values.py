@@ -1,13 +1,17 @@
-"""Values that cross a step: msgpack, with tensors as an extension type.
+"""Values that cross a step: msgpack, with tensors as extension types.
 
-None, bool, int, float, str, bytes, lists, dicts with string keys, and NumPy arrays of plain dtypes. NumPy is imported only where an
-array is met, so that the daemon, which never opens a tensor, stays without it. No pickle, no objects.
+None, bool, int, float, str, bytes, lists, dicts with string keys, and NumPy arrays of plain dtypes. A tensor carries its bytes, or is a
+descriptor: a handle that whoever holds the bytes resolves. NumPy is imported only where an array is met, so that the daemon, which never
+opens a tensor, stays without it. No pickle, no objects.
+
+torch without a copy: `torch.from_dlpack(array)` of what `decode` gave (only to be read), `tensor.numpy()` for what `encode` takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +21,12 @@ from hexrt.errors import TaskFailed
 
 TENSOR = 1
 """msgpack extension code; the payload is msgpack `[dtype name, shape, bytes in C order, little-endian]`."""
+DESCRIPTOR = 2
+"""msgpack extension code; the payload is msgpack `[handle, dtype name, shape]`. The bytes lie elsewhere, in C order, little-endian."""
+INLINE_BYTES = 4096
+"""Arrays of more bytes than this become descriptors where the encoder is given a place for them."""
+MARK = b"\x02\x93"
+"""Bytes that every value with a descriptor in it contains (the code, and an array of three): without them there is none."""
 
 _ITEM_BYTES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
@@ -34,8 +44,12 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "dtype")
 
 
-def tensor(value: Any) -> Any:
-    """The extension that carries an array, or the plain number of one without dimensions. Raises TypeError for a dtype that cannot be sent."""
+def tensor(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
+    """The extension that carries an array, or the plain number of one without dimensions. Raises TypeError for a dtype that cannot be sent.
+
+    `place` is given a large array (little-endian, of any strides), keeps its bytes in C order and returns their handle; None for
+    having no room, or for wanting it inline.
+    """
     import numpy as np
 
     array = np.asarray(value)
@@ -45,57 +59,128 @@ def tensor(value: Any) -> Any:
         array = array.astype(array.dtype.newbyteorder("<"))
     if array.ndim == 0:
         return array.item()
+    if place is not None and array.nbytes > INLINE_BYTES and (handle := place(array)) is not None:
+        return descriptor(handle, array.dtype.name, array.shape)
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return msgspec.msgpack.Ext(TENSOR, _encoder.encode((array.dtype.name, array.shape, content)))
 
 
+def descriptor(handle: int, dtype: str, shape: Sequence[int]) -> msgspec.msgpack.Ext:
+    """The extension that names a tensor whose bytes lie elsewhere."""
+    return msgspec.msgpack.Ext(DESCRIPTOR, _encoder.encode((handle, dtype, shape)))
+
+
+def handle_of(ext: msgspec.msgpack.Ext) -> int:
+    """Raises msgspec.DecodeError where it is no descriptor."""
+    return _described.decode(ext.data)[0]
+
+
 def tensor_meta(ext: msgspec.msgpack.Ext) -> TensorMeta:
     """dtype and shape of an encoded tensor, without NumPy. Raises ValueError or msgspec.DecodeError where it is damaged."""
+    if ext.code == DESCRIPTOR:
+        _, dtype, shape = _described.decode(ext.data)
+        _check_meta(dtype, shape)
+        return TensorMeta(dtype, shape)
     dtype, shape, content = _tensor.decode(ext.data)
+    _check_bytes(dtype, shape, content)
+    return TensorMeta(dtype, shape)
+
+
+def bytes_of(meta: TensorMeta) -> int:
+    """Of a tensor whose every dimension is known."""
+    return math.prod(n or 0 for n in meta.shape) * _ITEM_BYTES[meta.dtype]
+
+
+def _check_meta(dtype: str, shape: tuple[int, ...]) -> int:
+    """The bytes of such a tensor. Raises ValueError where there can be none."""
     if dtype not in _ITEM_BYTES:
         raise ValueError(f"dtype {dtype[:40]!r} is not allowed in a tensor")
     if len(shape) > _MOST_DIMENSIONS or any(n < 0 for n in shape):
         raise ValueError("the shape of this tensor is not possible")
-    need = math.prod(shape) * _ITEM_BYTES[dtype]
+    return math.prod(shape) * _ITEM_BYTES[dtype]
+
+
+def _check_bytes(dtype: str, shape: tuple[int, ...], content: memoryview) -> None:
+    need = _check_meta(dtype, shape)
     if need != len(content):
         raise ValueError(f"a tensor {dtype}{list(shape)} has {need} bytes, and this one has {len(content)}")
-    return TensorMeta(dtype, shape)
 
 
-def _encode_hook(value: Any) -> Any:
+def _encode_hook(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
     if is_array(value):
-        return tensor(value)
+        return tensor(value, place)
     raise TypeError(f"a value of type {type(value).__name__} cannot be sent")
 
 
-def _decode_hook(code: int, data: memoryview) -> Any:
-    if code != TENSOR:
+def _decode_hook(code: int, data: memoryview, tensors: Callable[[int], memoryview] | None = None) -> Any:
+    if code == TENSOR:
+        dtype, shape, content = _tensor.decode(data)
+    elif code == DESCRIPTOR and tensors is not None:
+        handle, dtype, shape = _described.decode(data)
+        content = tensors(handle)
+    else:
         raise ValueError(f"unknown extension type {code}")
     import numpy as np
 
-    dtype, shape, content = _tensor.decode(data)
-    kind = np.dtype(dtype)
-    if kind.kind not in "biufc":
-        raise ValueError(f"dtype {dtype} is not allowed in a tensor")
-    return np.frombuffer(content, kind).reshape(shape)
+    _check_bytes(dtype, shape, content)
+    return np.frombuffer(content.toreadonly(), np.dtype(dtype)).reshape(shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_hook)
 _tensor = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], memoryview])
+_described = msgspec.msgpack.Decoder(tuple[int, str, tuple[int, ...]])
 
 
-def encode(value: Any) -> bytes:
-    """Raises TaskFailed, naming the type, where the value cannot be sent."""
+def encode(value: Any, place: Callable[[Any], int | None] | None = None) -> bytes:
+    """`place` takes the bytes of large arrays, see `tensor`. Raises TaskFailed, naming the type, where the value cannot be sent."""
+    encoder = _encoder if place is None else msgspec.msgpack.Encoder(enc_hook=partial(_encode_hook, place=place))
     try:
-        return _encoder.encode(value)
+        return encoder.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise TaskFailed(f"the value cannot be sent: {error}") from error
 
 
-def decode(raw: bytes | msgspec.Raw) -> Any:
-    """Tensors come back as read-only NumPy views of `raw`. Raises msgspec.DecodeError or ValueError."""
-    return _decoder.decode(raw)
+def decode(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview] | None = None) -> Any:
+    """Tensors come back as read-only NumPy views of `raw`, or of what `tensors` gives for the handle of a descriptor, and last no longer.
+
+    Raises msgspec.DecodeError or ValueError, and whatever `tensors` raises.
+    """
+    if tensors is None:
+        return _decoder.decode(raw)
+    return msgspec.msgpack.Decoder(ext_hook=partial(_decode_hook, tensors=tensors)).decode(raw)
+
+
+def handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
+    """Of the descriptors inside, each once, in their order. Raises msgspec.DecodeError where the value or a descriptor is damaged."""
+    content = raw if isinstance(raw, bytes) else bytes(raw)
+    if MARK not in content:
+        return ()
+    found: dict[int, None] = {}
+
+    def note(code: int, data: memoryview) -> None:
+        if code == DESCRIPTOR:
+            found[_described.decode(data)[0]] = None
+
+    msgspec.msgpack.Decoder(ext_hook=note).decode(content)
+    return tuple(found)
+
+
+def inline(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview]) -> msgspec.Raw:
+    """The same value with the bytes of each tensor in it. Raises as `handles`, ValueError where bytes are missing, and as `tensors` does."""
+
+    def put(code: int, data: memoryview) -> msgspec.msgpack.Ext:
+        if code != DESCRIPTOR:
+            return msgspec.msgpack.Ext(code, data)
+        handle, dtype, shape = _described.decode(data)
+        content = tensors(handle)
+        _check_bytes(dtype, shape, content)
+        return msgspec.msgpack.Ext(TENSOR, _encoder.encode((dtype, shape, content)))
+
+    content = raw if isinstance(raw, bytes) else bytes(raw)
+    if MARK not in content:
+        return msgspec.Raw(content)
+    return msgspec.Raw(_encoder.encode(msgspec.msgpack.Decoder(ext_hook=put).decode(content)))
 
 
 def pick(raw: bytes | msgspec.Raw, path: Sequence[str | int]) -> msgspec.Raw:
