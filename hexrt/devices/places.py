@@ -1,0 +1,141 @@
+"""The memory that a host process addresses by place: its own arena, HOST, and the segments that the daemon mapped into it.
+
+Owns the mappings. Used by every host program, on any thread but for `map`, `unmap` and `add`, which the loop's thread calls. A mapping
+ends when it is unmapped and the last view of it is gone, so that neither order crashes. Keeps no file descriptor open: a host may have
+more segments than descriptors. What lies in a place, and who may touch it when, is the daemon's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+
+from hexrt.errors import InvariantViolation, NotFound, OutOfMemory
+from hexrt.protocol.host import Map
+
+MAP_FIXED = 0x10
+MAP_NORESERVE = 0x4000  # the area is put over by the file's mapping, so nothing need be set aside for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    memory: memoryview  # of bytes; read-only where the host may not write
+    address: int
+    writable: bool
+
+
+class Places:
+    def __init__(self) -> None:
+        self.own_ring: int | None = None
+        """The place of the ring that this host puts its outputs in, once the daemon has mapped one."""
+        self._places: dict[int, _Mapped] = {}
+
+    def __contains__(self, place: int) -> bool:
+        return place in self._places
+
+    def map(self, message: Map, fd: int) -> None:
+        """Maps the file behind `fd`, which is closed in any case, in place of what was there. Raises InvariantViolation where it is too short."""
+        try:
+            if message.bytes < 1 or os.fstat(fd).st_size < message.bytes:
+                raise InvariantViolation(
+                    f"place {message.place} is said to have {message.bytes} bytes, its file has {os.fstat(fd).st_size}"
+                )
+            memory = map_file(fd, message.bytes, message.writable)
+        finally:
+            os.close(fd)
+        self._put(message.place, memory, message.writable)
+        if message.ring:
+            self.own_ring = message.place
+
+    def add(self, place: int, memory: mmap.mmap) -> None:
+        """Makes memory of this process's own a place."""
+        self._put(place, memory, True)
+
+    def unmap(self, place: int) -> None:
+        """Forgets a place; views that are still out stay good. Raises NotFound."""
+        if self._places.pop(place, None) is None:
+            raise NotFound(f"no place {place} is mapped")
+        if place == self.own_ring:
+            self.own_ring = None
+
+    def view(self, place: int, offset: int = 0, length: int | None = None) -> memoryview:
+        """`length` bytes from `offset` on, without it all that follow; valid as long as it is kept.
+
+        Raises NotFound for a place that is not mapped, InvariantViolation for a range outside.
+        """
+        memory = self._get(place).memory
+        end = len(memory) if length is None else offset + length
+        self._check(place, offset, end)
+        return memory[offset:end]
+
+    def address(self, place: int, offset: int, length: int, write: bool = False) -> int:
+        """Where those bytes begin in this process; raises as `view` does, and where `write` is not allowed. Valid until the place is unmapped."""
+        mapped = self._get(place)
+        self._check(place, offset, offset + length)
+        if write and not mapped.writable:
+            raise InvariantViolation(f"place {place} is mapped for reading alone")
+        return mapped.address + offset
+
+    def size(self, place: int) -> int:
+        """Its bytes. Raises NotFound."""
+        return len(self._get(place).memory)
+
+    def _put(self, place: int, memory: mmap.mmap, writable: bool) -> None:
+        view = memoryview(memory)
+        self._places[place] = _Mapped(view if writable else view.toreadonly(), address_of(memory), writable)
+
+    def _get(self, place: int) -> _Mapped:
+        try:
+            return self._places[place]
+        except KeyError:
+            raise NotFound(f"no place {place} is mapped") from None
+
+    def _check(self, place: int, offset: int, end: int) -> None:
+        size = len(self._places[place].memory)
+        if not 0 <= offset <= end <= size:
+            raise InvariantViolation(f"bytes {offset} to {end} are outside place {place}, which has {size}")
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def anonymous(size: int) -> mmap.mmap:
+    """Private memory of this process, zero and untaken until it is touched, in huge pages where they are granted. Raises OutOfMemory."""
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OutOfMemory(f"{size} bytes of memory are not to be had: {error}") from error
+    _advise(memory)
+    return memory
+
+
+def map_file(fd: int, size: int, writable: bool) -> mmap.mmap:
+    """The first `size` bytes of a file, shared; unmapped when the last reference is gone. Raises OutOfMemory.
+
+    Python's own mapping of a file keeps a duplicate of the descriptor for as long as it lives. So an empty area of its size is taken,
+    which Python owns, and the file is mapped over that.
+    """
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise OutOfMemory(f"{size} bytes cannot be mapped: {error}") from error
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    address = address_of(memory)
+    found = libc.mmap(address, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
+    if found != address:
+        raise OutOfMemory(f"{size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    _advise(memory)
+    return memory
+
+
+def _advise(memory: mmap.mmap) -> None:
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without huge pages
+        pass
