@@ -1,7 +1,8 @@
 """What a client and the daemon say to each other over the Unix socket: one message a frame.
 
 Owns the message types of both directions, one schema for every client. The first message is ClientHello, the first answer Welcome.
-Each request carries a number of the client's choice that every answer repeats; answers of different requests may interleave. Pure.
+Each request carries a number of the client's choice that every answer repeats; answers of different requests may interleave. A message
+with `tensors` brings one file descriptor, a sealed memfd, with its frame's first byte; the descriptors in its values name them. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from hexrt.core import Durability, RunState
 from hexrt.errors import ErrorRecord
 from hexrt.workflow.model import Workflow
 
-VERSION = 1
+VERSION = 2
+MOST_TENSORS = 10_000  # of one message
 RunKey = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
@@ -22,6 +24,17 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", omit_defaults=True):
     pass
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Where the bytes of the tensor `handle` lie in the message's memfd."""
+
+    handle: Number  # a client's: from 1, below 2**32
+    offset: Number
+    bytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+
+Tensors = Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=MOST_TENSORS)]
 
 
 # --- requests ---------------------------------------------------------------------------------------------------
@@ -39,6 +52,7 @@ class Submit(Message, tag="submit"):
     workflow: Workflow
     durability: Durability = Durability.SYNC
     follow: Literal["none", "result", "events"] = "none"
+    tensors: Tensors = ()  # that do not overlap in a memfd sealed against SHRINK, GROW and WRITE; each named in `workflow`
 
 
 class Cancel(Message, tag="cancel"):
@@ -180,6 +194,7 @@ class RunResult(Message, tag="run_result"):
     state: RunState
     outputs: dict[str, msgspec.Raw]
     errors: dict[str, ErrorRecord]
+    tensors: tuple[Tensor, ...] = ()
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hexrt.core import Durability, Peer, RunId, RunState
+from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol.messages import (
     DeviceList,
     RunList,
@@ -30,8 +31,19 @@ class Backend(Protocol):
     A client that goes away cancels the wait of `status`, `list_runs`, `result` and `timeline`; never that of the others.
     """
 
-    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability, awaits_end: bool) -> RunId:
-        """Returns once the run is as durable as was asked; a moment later where the client `awaits_end` anyway and that saves a commit."""
+    async def submit(
+        self,
+        peer: Peer,
+        workflow: Workflow,
+        durability: Durability,
+        awaits_end: bool,
+        memory: ClientMemory | None = None,
+    ) -> RunId:
+        """Returns once the run is as durable as was asked; a moment later where the client `awaits_end` anyway and that saves a commit.
+
+        `memory` is None unless the client sent tensors. It is checked but for this: that its handles are those which the workflow names, and
+        that there is room for `memory.bytes`. Whoever called closes it when this returns or raises; what is to stay is taken before.
+        """
 
     async def cancel(self, peer: Peer, run: RunId, reason: str) -> None:
         """Returns once no work of the run goes on; at once where it had ended."""
@@ -41,10 +53,10 @@ class Backend(Protocol):
     async def list_runs(self, peer: Peer, state: RunState | None, limit: int) -> RunList:
         """The newest runs that the peer may see, newest first."""
 
-    async def result(self, peer: Peer, run: RunId, wait: bool) -> RunResult:
-        """Without `wait`, BadRequest while the run goes on."""
+    async def result(self, peer: Peer, run: RunId, wait: bool) -> RunResult | Export:
+        """Without `wait`, BadRequest while the run goes on. An Export where outputs name tensors that are not inline."""
 
-    def when_ended(self, peer: Peer, run: RunId, push: Callable[[RunResult], None]) -> Callable[[], None]:
+    def when_ended(self, peer: Peer, run: RunId, push: Callable[[RunResult | Export], None]) -> Callable[[], None]:
         """Pushes the result once the run has ended, at once if it has; otherwise as `watch`. Spares a short run a task of the loop."""
 
     def watch(self, peer: Peer, run: RunId, push: Callable[[Update | RunResult], None]) -> Callable[[], None]:
