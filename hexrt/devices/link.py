@@ -14,14 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from hexrt.devices.channel import Channel
-from hexrt.devices.host import CELL_BYTES
-from hexrt.protocol.host import FromHost, Hello
+from hexrt.devices.host import CELL_BYTES, ENVIRON
+from hexrt.protocol.host import FromHost, Hello, Map, Unmap
 
 MAX_FRAME_BYTES = 1 << 30
 STDERR_TAIL = 4096
@@ -39,6 +39,8 @@ class HostLink:
     ) -> None:
         self.device = hello.device
         self.epoch = hello.host_epoch
+        self.mapped: set[int] = set()
+        """The places that this life of the host was told to map."""
         self._loop = loop
         self._on_reports = on_reports
         self._on_death = on_death
@@ -55,7 +57,7 @@ class HostLink:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "hexrt.devices.host", program, str(theirs.fileno()), str(cell_fd), str(os.getpid())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(), cell_fd), start_new_session=True, env=environ,
+                pass_fds=(theirs.fileno(), cell_fd), start_new_session=True, env=ENVIRON.get(program, {}) | environ,
             )  # fmt: skip
         except BaseException:
             ours.close()
@@ -79,13 +81,24 @@ class HostLink:
         """The command whose body runs at this moment (0: none), as the host wrote it in shared memory."""
         return self._cell[0] if not self._dead else 0
 
-    def send(self, messages: list[Any]) -> None:
+    def send(self, messages: list[Any], fds: Sequence[int] = ()) -> None:
+        """`fds`: one for each Map among the messages, in their order; they stay the caller's."""
         body = self._encoder.encode(messages)
         if len(body) <= MAX_FRAME_BYTES:
-            self.channel.send(body)
+            self.channel.send(body, fds)
         else:
             for message in messages:
-                self.channel.send(self._encoder.encode([message]))
+                self.channel.send(self._encoder.encode([message]), fds)
+                fds = ()
+
+    def map(self, place: int, fd: int, size: int, writable: bool = False, ring: bool = False) -> None:
+        """Gives the host `size` bytes of a file as a place, before whatever is sent from now on."""
+        self.send([Map(place, size, writable, ring)], (fd,))
+        self.mapped.add(place)
+
+    def unmap(self, place: int) -> None:
+        self.send([Unmap(place)])
+        self.mapped.discard(place)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         for body in frames:
