@@ -10,7 +10,9 @@ import fcntl
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Mapping
+import socket
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -19,6 +21,31 @@ from hexrt.protocol.messages import RunResult, Tensor
 
 MOST_CLIENT_HANDLE = 2**32 - 1
 SEALS = {fcntl.F_SEAL_SHRINK: "SHRINK", fcntl.F_SEAL_GROW: "GROW", fcntl.F_SEAL_WRITE: "WRITE"}
+
+
+ANCILLARY_BYTES = socket.CMSG_LEN(4)
+"""Room for one file descriptor; of more, all but the first are closed by the kernel, and the message is marked MSG_CTRUNC."""
+
+
+def rights(fd: int) -> tuple[int, int, bytes]:
+    """The ancillary data that sends `fd` along."""
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", (fd,)).tobytes()
+
+
+def received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
+    """What came as SCM_RIGHTS, the caller's to close."""
+    fds = array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return tuple(fds)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Those below 0 are none."""
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
 
 
 class Export(msgspec.Struct, frozen=True, gc=False):

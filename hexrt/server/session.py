@@ -19,9 +19,10 @@ from msgspec.structs import replace
 import hexrt
 from hexrt.core import Peer, RunId
 from hexrt.errors import BadRequest, Disconnected, HexrtError, InvariantViolation, Overloaded
+from hexrt.memory.passed import ClientMemory, Export, client_memory
 from hexrt.protocol import messages as m
 from hexrt.server.backend import Backend
-from hexrt.server.connection import Connection, ConnectionLimits
+from hexrt.server.connection import Attached, Connection, ConnectionLimits
 from hexrt.server.eager import begin
 from hexrt.server.refusals import UNREADABLE, bad_frame, request_number
 
@@ -78,6 +79,7 @@ class Session:
                 self._greet(message)
 
     def _on_undecodable(self, body: bytes, error: BadRequest) -> None:
+        self.connection.drop_fd()
         number = request_number(body) if self.greeted else None
         if number is None or number in self._open:
             self._end_with(error)
@@ -117,8 +119,25 @@ class Session:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _submit(self, request: m.Submit) -> None:
-        work = self._backend.submit(self.peer, request.workflow, request.durability, request.follow == "result")
+        work: Coroutine[Any, Any, RunId]
+        if request.tensors:
+            work = self._submit_with(request, self._memory(request.tensors))
+        else:
+            work = self._backend.submit(self.peer, request.workflow, request.durability, request.follow == "result")
         self._carry_through(request.request, work, partial(self._accepted, request.request, request.follow))
+
+    def _memory(self, tensors: tuple[m.Tensor, ...]) -> ClientMemory:
+        fd = self.connection.take_fd()
+        if fd < 0:
+            raise BadRequest("no file descriptor came with the message that names them", "tensors")
+        return client_memory(fd, tensors)
+
+    async def _submit_with(self, request: m.Submit, memory: ClientMemory) -> RunId:
+        try:
+            awaits_end = request.follow == "result"
+            return await self._backend.submit(self.peer, request.workflow, request.durability, awaits_end, memory)
+        finally:
+            memory.close()
 
     def _accepted(self, number: int, follow: str, run: RunId) -> None:
         if follow == "none":
@@ -133,9 +152,9 @@ class Session:
         else:
             self._follow(number, run, self._result_after_events)
 
-    def _ended(self, number: int, result: m.RunResult) -> None:
+    def _ended(self, number: int, result: m.RunResult | Export) -> None:
         if number in self._open:
-            self._answer(replace(result, request=number))
+            self._reply(number, result)
 
     def _result_after_events(self, number: int, last: m.RunResult) -> None:
         if number in self._open:
@@ -209,10 +228,10 @@ class Session:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _wait(
-        self, number: int, work: Coroutine[Any, Any, m.RunStatus | m.RunList | m.RunResult | m.RunTimeline]
+        self, number: int, work: Coroutine[Any, Any, m.RunStatus | m.RunList | m.RunResult | m.RunTimeline | Export]
     ) -> None:
         """Answers with what the work returns; a client that goes away cancels it."""
-        task = self._run(number, work, lambda answer: self._answer(replace(answer, request=number)))
+        task = self._run(number, work, partial(self._reply, number))
         if task is not None:
             self._open[number] = task.cancel
 
@@ -236,6 +255,21 @@ class Session:
             if number in self._open or not isinstance(error, HexrtError):
                 self._fail(number, error)
 
+    def _reply(self, number: int, answer: m.RunStatus | m.RunList | m.RunResult | m.RunTimeline | Export) -> None:
+        if isinstance(answer, Export):
+            self._open.setdefault(number, _nothing)
+            attached = Attached(partial(self._made, number, answer))
+            self.connection.answer(attached, partial(self._open.pop, number, None))
+        else:
+            self._answer(replace(answer, request=number))
+
+    def _made(self, number: int, export: Export) -> tuple[m.FromDaemon, int]:
+        try:
+            result, fd = export.make()
+        except Exception as error:
+            return m.Refused(number, self._named(error).record()), -1
+        return replace(result, request=number), fd
+
     def _answer(self, message: m.FromDaemon) -> None:
         """The last answer of its request, which is open until this is encoded."""
         number: int = message.request  # type: ignore[union-attr, assignment]
@@ -246,12 +280,16 @@ class Session:
         self._answer(m.Refused(number, error.record()))
 
     def _fail(self, number: int, error: Exception) -> None:
-        if not isinstance(error, HexrtError):
-            log.error("a request failed by an error of hexrt's own", exc_info=error)
-            self._surroundings.on_bug(error)
-            error = InvariantViolation(f"an error inside hexrtd ({type(error).__name__}): see its log, and report it")
+        named = self._named(error)
         if not self.connection.closed:
-            self._refuse(number, error)
+            self._refuse(number, named)
+
+    def _named(self, error: Exception) -> HexrtError:
+        if isinstance(error, HexrtError):
+            return error
+        log.error("a request failed by an error of hexrt's own", exc_info=error)
+        self._surroundings.on_bug(error)
+        return InvariantViolation(f"an error inside hexrtd ({type(error).__name__}): see its log, and report it")
 
     def _end_with(self, error: HexrtError) -> None:
         self.connection.answer(m.Refused(None, error.record()))
