@@ -12,7 +12,6 @@ import mmap
 import select
 import time
 from array import array
-from dataclasses import dataclass
 
 import msgspec
 
@@ -31,6 +30,7 @@ from hexrt.memory.ring_memory import (
     PROCESSING,
     READER_WAITS,
     RELEASED,
+    REORDERS,
     SERIAL,
     STATE,
     WRITER_WAITS,
@@ -43,8 +43,7 @@ from hexrt.memory.ring_memory import (
 __all__ = ["Ring", "RingWriter", "WriteSlot", "RingStatistics", "RingReader", "ReadSlot", "wake_fd"]
 
 
-@dataclass(eq=False, slots=True)
-class WriteSlot:
+class WriteSlot(msgspec.Struct, eq=False, gc=False):
     """A slot to be filled. `offset` counts from the start of the memfd; the view is the writer's until commit or abort."""
 
     slot: int
@@ -53,8 +52,7 @@ class WriteSlot:
     view: memoryview
 
 
-@dataclass(eq=False, slots=True)
-class ReadSlot:
+class ReadSlot(msgspec.Struct, eq=False, gc=False):
     """A slot to be read. `offset` counts from the start of the memfd; the read-only view is valid until release."""
 
     slot: int
@@ -115,10 +113,10 @@ class RingWriter(RingEnd):
         if released != self._released:
             self._take_back(released - self._released)
             self._released = released
-        start = self._allocate(rounded)
+        start = self._gaps.take(rounded) if len(self._held) < self.most else -1
         if start < 0:
             self._take_back(len(self._held))  # a reader that was killed may have freed one without counting it
-            start = self._allocate(rounded)
+            start = self._gaps.take(rounded) if len(self._held) < self.most else -1
             if start < 0:
                 return None
         slot = self._free.pop()
@@ -161,9 +159,11 @@ class RingWriter(RingEnd):
         words[line + BYTES] = slot.bytes
         words[line + SERIAL] = serial
         words[FIRST + serial % self._slots * LINE + ORDER] = number
-        self._free_words[number] += STATE + 1
-        self._fence()
-        words[line] = self._free_words[number] | FILLED
+        free = self._free_words[number] + STATE + 1
+        self._free_words[number] = free
+        if REORDERS:
+            self._fence()
+        words[line] = free + FILLED - FREE
         words[COMMITTED] = serial
         if self._filled_fd >= 0:
             self._fence()
@@ -180,18 +180,15 @@ class RingWriter(RingEnd):
             raise InvariantViolation(f"slot {slot.slot} is not being filled")
         self._filling.remove(slot.slot)
 
-    def _allocate(self, size: int) -> int:
-        return self._gaps.take(size) if self._free and len(self._held) < self.most else -1
-
     def _take_back(self, most: int) -> None:
         """Takes back what the reader has released, the oldest first, up to `most` slots."""
-        words, free_words = self._words, self._free_words
+        words, free_words, filling = self._words, self._free_words, self._filling
         found: list[int] = []
         for slot in self._held:
-            if len(found) == most:
-                break
-            if words[FIRST + slot * LINE] == free_words[slot] and slot not in self._filling:
+            if words[FIRST + slot * LINE] == free_words[slot] and slot not in filling:
                 found.append(slot)
+                if len(found) == most:
+                    break
         for slot in found:
             self._give_back(slot)
 
@@ -276,7 +273,8 @@ class RingReader(RingEnd):
         word = words[line]
         if word & STATE != FILLED or slot in self._held:
             raise BadRequest(f"slot {slot} of the ring holds nothing to be read")
-        self._fence()
+        if REORDERS:
+            self._fence()
         offset, size = words[line + OFFSET], words[line + BYTES]
         words[line] = word - FILLED + PROCESSING
         self._held[slot] = word - FILLED + FREE
@@ -290,7 +288,8 @@ class RingReader(RingEnd):
         free = self._held.pop(slot, None)
         if free is None:
             raise InvariantViolation(f"slot {slot} is not being read")
-        self._fence()
+        if REORDERS:
+            self._fence()
         self._words[FIRST + slot * LINE] = free
         self._count_released(1)
 

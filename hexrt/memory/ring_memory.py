@@ -25,6 +25,9 @@ MAX_SLOTS = 1 << 16
 MAGIC = int.from_bytes(b"hexring1", "little")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+REORDERS = os.uname().machine != "x86_64"
+"""Whether a store may be seen before an earlier one, or a load be done before; x86-64 only lets a load pass an earlier store."""
+
 FREE, FILLED, PROCESSING = range(3)
 STATE = 0xFF  # of a state word; the generation, which grows with each commit, is above it
 
