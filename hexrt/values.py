@@ -10,6 +10,7 @@ torch without a copy: `torch.from_dlpack(array)` of what `decode` gave (only to 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ INLINE_BYTES = 4096
 """Arrays of more bytes than this become descriptors where the encoder is given a place for them."""
 MARK = b"\x02\x93"
 """Bytes that every value with a descriptor in it contains (the code, and an array of three): without them there is none."""
+_mark = re.compile(re.escape(MARK))
 
 _ITEM_BYTES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
@@ -68,6 +70,11 @@ def tensor(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
 def descriptor(handle: int, dtype: str, shape: Sequence[int]) -> msgspec.msgpack.Ext:
     """The extension that names a tensor whose bytes lie elsewhere."""
     return msgspec.msgpack.Ext(DESCRIPTOR, _encoder.encode((handle, dtype, shape)))
+
+
+def first_handle(host_epoch: int) -> int:
+    """The first of 2**32 handles for what one life of a host puts out; none of them is a client's, which are below 2**32."""
+    return (host_epoch % (2**31 - 1) + 1) << 32
 
 
 def handle_of(ext: msgspec.msgpack.Ext) -> int:
@@ -132,9 +139,19 @@ _tensor = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], memoryview])
 _described = msgspec.msgpack.Decoder(tuple[int, str, tuple[int, ...]])
 
 
-def encode(value: Any, place: Callable[[Any], int | None] | None = None) -> bytes:
+def encoder_to(place: Callable[[Any], int | None]) -> msgspec.msgpack.Encoder:
+    """For many calls of `encode` with one `place`."""
+    return msgspec.msgpack.Encoder(enc_hook=partial(_encode_hook, place=place))
+
+
+def encode(
+    value: Any,
+    place: Callable[[Any], int | None] | None = None,
+    encoder: msgspec.msgpack.Encoder = _encoder,
+) -> bytes:
     """`place` takes the bytes of large arrays, see `tensor`. Raises TaskFailed, naming the type, where the value cannot be sent."""
-    encoder = _encoder if place is None else msgspec.msgpack.Encoder(enc_hook=partial(_encode_hook, place=place))
+    if place is not None:
+        encoder = encoder_to(place)
     try:
         return encoder.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
@@ -151,23 +168,38 @@ def decode(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview] | None
     return msgspec.msgpack.Decoder(ext_hook=partial(_decode_hook, tensors=tensors)).decode(raw)
 
 
-def handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
-    """Of the descriptors inside, each once, in their order. Raises msgspec.DecodeError where the value or a descriptor is damaged."""
-    content = raw if isinstance(raw, bytes) else bytes(raw)
-    if MARK not in content:
-        return ()
-    found: dict[int, None] = {}
+def described(raw: bytes | msgspec.Raw) -> dict[int, int]:
+    """The handles of the descriptors inside, each once, in their order, and how many bytes each should have.
+
+    Raises msgspec.DecodeError or ValueError where the value or a descriptor is damaged, or two of one handle differ in size.
+    """
+    found: dict[int, int] = {}
+    if _mark.search(raw) is None:
+        return found
 
     def note(code: int, data: memoryview) -> None:
         if code == DESCRIPTOR:
-            found[_described.decode(data)[0]] = None
+            handle, dtype, shape = _described.decode(data)
+            size = _check_meta(dtype, shape)
+            if found.setdefault(handle, size) != size:
+                raise ValueError("two descriptors of one tensor differ in size")
 
-    msgspec.msgpack.Decoder(ext_hook=note).decode(content)
-    return tuple(found)
+    msgspec.msgpack.Decoder(ext_hook=note).decode(raw)
+    return found
+
+
+def handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
+    """Of the descriptors inside, each once, in their order; none where the value is damaged."""
+    if _mark.search(raw) is None:
+        return ()
+    try:
+        return tuple(described(raw))
+    except (msgspec.MsgspecError, ValueError):
+        return ()
 
 
 def inline(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview]) -> msgspec.Raw:
-    """The same value with the bytes of each tensor in it. Raises as `handles`, ValueError where bytes are missing, and as `tensors` does."""
+    """The same value with the bytes of each tensor in it. Raises as `described`, ValueError where bytes are missing, and as `tensors` does."""
 
     def put(code: int, data: memoryview) -> msgspec.msgpack.Ext:
         if code != DESCRIPTOR:
@@ -177,10 +209,9 @@ def inline(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview]) -> ms
         _check_bytes(dtype, shape, content)
         return msgspec.msgpack.Ext(TENSOR, _encoder.encode((dtype, shape, content)))
 
-    content = raw if isinstance(raw, bytes) else bytes(raw)
-    if MARK not in content:
-        return msgspec.Raw(content)
-    return msgspec.Raw(_encoder.encode(msgspec.msgpack.Decoder(ext_hook=put).decode(content)))
+    if _mark.search(raw) is None:
+        return raw if isinstance(raw, msgspec.Raw) else msgspec.Raw(raw)
+    return msgspec.Raw(_encoder.encode(msgspec.msgpack.Decoder(ext_hook=put).decode(raw)))
 
 
 def pick(raw: bytes | msgspec.Raw, path: Sequence[str | int]) -> msgspec.Raw:

@@ -16,6 +16,21 @@ from hexrt.protocol.messages import AttemptRecord
 from hexrt.workflow.graph import Node, TaskGraph
 
 
+class Tensor(msgspec.Struct, gc=False, eq=False):
+    """The bytes behind a handle, which means something in one run alone.
+
+    `refs` counts the outputs held that name it, the launches in flight that read it, and a report of it that is being taken in.
+    """
+
+    handle: int
+    place: int
+    offset: int
+    bytes: int
+    slot: int = -1  # of the ring that it lies in
+    refs: int = 0
+    ended: bool = False  # its run has
+
+
 class Task(msgspec.Struct, gc=False, eq=False):
     """One scheduled unit, and its own timeline record. Times are monotonic ns, 0 for what did not happen."""
 
@@ -38,6 +53,7 @@ class Task(msgspec.Struct, gc=False, eq=False):
     output: msgspec.Raw | None = None
     item: msgspec.Raw | None = None
     learn: Callable[[int], None] | None = None  # takes the run time in ns, for the cost model
+    tensors: tuple[Tensor, ...] = ()  # that its launch in flight may read
     answered: list[int] | None = None  # token ids of an LLM answer so far
     text: list[str] | None = None
 
@@ -73,6 +89,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
     mapped_tasks: int = 0  # of maps so far
     held_bytes: int = 0  # by its graph, tasks and outputs
     charged_bytes: int = 0  # of that, counted among those of all runs; some more at most
+    tensors: dict[int, Tensor] | None = None  # by handle, as long as anything refers to them
+    given: tuple[Tensor, ...] = ()  # of those, the ones in its graph, until it has ended
     kept: frozenset[int] | None = None  # the steps that its outputs are of, once it holds a large output
     state: RunState = RunState.RUNNING
     cancelled: ErrorRecord | None = None  # why the run is being stopped
@@ -114,6 +132,14 @@ def add_tokens(task: Task, event: Emitted) -> bool:
     task.answered.extend(event.ids)
     task.text.append(event.text)
     return True
+
+
+def cut_cycles(run: Run) -> None:
+    """Empties a run that is forgotten, since the garbage collector knows nothing of it."""
+    for step in run.steps:
+        step.tasks.clear()
+    run.steps.clear()
+    run.graph = None
 
 
 def check_counts(run: Run) -> None:

@@ -1,17 +1,22 @@
 """How many bytes the runs in memory hold, and which of them are let go of early.
 
 Owns the totals. A run counts its own bytes as they come (`Run.held_bytes`) and is charged for them here in steps, so that small outputs
-cost an addition. What goes too far is not ended here: that depends on all runs, so it is left in `refused` as facts to record. Pure.
+cost an addition; a tensor counts as if its bytes were in the output that names it. What goes too far is not ended here: that depends on all runs, so it is left in `refused` as facts to record;
+tensors that nothing refers to any more are left in `released`. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from hexrt.core import TaskState
 from hexrt.errors import ErrorRecord
 from hexrt.events import Stopped
-from hexrt.runtime.entities import Run, Step
+from hexrt.runtime.entities import Run, Step, Tensor
+from hexrt.values import handles
 
 CHARGE_BYTES = 16 << 10
 LARGE_BYTES = 32 << 10
@@ -31,6 +36,8 @@ class Holding:
         self.held_bytes = 0  # by all runs
         self.ended_bytes = 0  # of that, by those that have ended
         self.refused: list[Stopped] = []  # no room for these: to be applied, and recorded, as events
+        self.given: dict[bytes, dict[int, Tensor]] = {}  # of graphs whose Submitted is to be applied, by run and handle
+        self.released: list[Tensor] = []  # whose memory may be used again
 
     def charge(self, run: Run, step: str, size: int, now_ns: int) -> None:
         """The run holds more than it was charged for: `size` bytes of it came with the output of `step`."""
@@ -63,6 +70,38 @@ class Holding:
             self.held_bytes += run.held_bytes + CHARGE_BYTES - run.charged_bytes
             run.charged_bytes = run.held_bytes + CHARGE_BYTES
 
+    def give(self, run: Run) -> None:
+        """The run begins with the tensors that its graph names; it holds them until its end."""
+        run.tensors = self.given.pop(run.id, None)
+        run.given = tuple(run.tensors.values()) if run.tensors else ()
+        for tensor in run.given:
+            tensor.refs += 1
+
+    def hold(self, run: Run, output: msgspec.Raw) -> int:
+        """The output, and the tensors that it names, are needed from now on. Returns the bytes of both."""
+        size = len(output)
+        if run.tensors:
+            for tensor in tensors_of(run, output):
+                tensor.refs += 1
+                size += tensor.bytes
+        return size
+
+    def drop(self, run: Run, output: msgspec.Raw) -> int:
+        """Ends a `hold`; returns the same number."""
+        size = len(output)
+        if run.tensors:
+            named = tensors_of(run, output)
+            size += sum(tensor.bytes for tensor in named)
+            self.let_go(run, named)
+        return size
+
+    def let_go(self, run: Run, tensors: Iterable[Tensor]) -> None:
+        """Each of them has a reference less."""
+        for tensor in tensors:
+            tensor.refs -= 1
+            if not tensor.refs and run.tensors is not None and run.tensors.pop(tensor.handle, None) is tensor:
+                self.released.append(tensor)
+
     def step_ended(self, run: Run, step: Step) -> None:
         """Lets go of the large outputs that nothing needs any more now that this step has ended. For runs that hold some."""
         for index in (*step.node.predecessors, step.node.index):
@@ -70,7 +109,7 @@ class Holding:
 
     def _drop_unread(self, run: Run, producer: Step) -> None:
         output, node = producer.output, producer.node
-        if output is None or len(output) <= LARGE_BYTES or run.kept is None or node.index in run.kept:
+        if output is None or run.kept is None or node.index in run.kept or size_of(run, output) <= LARGE_BYTES:
             return
         read, successors = producer.read, node.successors
         while read < len(successors) and run.steps[successors[read]].state >= TaskState.DONE:
@@ -78,21 +117,27 @@ class Holding:
         producer.read = read
         if read == len(successors):
             producer.output = None
-            self.release(run, len(output))
+            self.release(run, self.drop(run, output))
 
     def element_ended(self, run: Run, step: Step, end: int) -> None:
         """The last part of an element, which is the task before `end`, is done: what its other parts put out is not needed."""
         for task in step.tasks[end - len(step.node.op.parts) : end]:
             task.item = None
             if task.output is not None:
-                self.release(run, len(task.output))
+                self.release(run, self.drop(run, task.output))
                 task.output = None
 
     def parts_joined(self, run: Run, step: Step) -> None:
         """All elements of a map are done, and their outputs are in the step's own."""
         size, step.parts_bytes = step.parts_bytes, 0
-        step.items = step.outputs = None
+        self._drop_elements(run, step)
         self.release(run, size)
+
+    def _drop_elements(self, run: Run, step: Step) -> None:
+        if run.tensors and step.outputs is not None:
+            for output in step.outputs:
+                self.drop(run, output)
+        step.items = step.outputs = None
 
     def step_closed(self, run: Run, step: Step) -> None:
         """The step ended other than well: nothing of what its tasks were given or put out is needed."""
@@ -100,9 +145,9 @@ class Holding:
         for task in step.tasks:
             task.item = None
             if task.output is not None:
-                size += len(task.output)
+                size += self.drop(run, task.output)
                 task.output = None
-        step.items = step.outputs = None
+        self._drop_elements(run, step)
         step.parts_bytes = 0
         self.release(run, size)
 
@@ -112,11 +157,15 @@ class Holding:
             return
         for step in run.steps:
             if step.output is not None and step.node.index not in run.kept:
-                self.release(run, len(step.output))
+                self.release(run, self.drop(run, step.output))
                 step.output = None
 
     def run_ended(self, run: Run) -> None:
         self.run_stopped(run)
+        given, run.given = run.given, ()
+        self.let_go(run, given)
+        for tensor in run.tensors.values() if run.tensors else ():
+            tensor.ended = True
         self.held_bytes += run.held_bytes - run.charged_bytes
         run.charged_bytes = run.held_bytes
         self.ended_bytes += run.held_bytes
@@ -125,17 +174,38 @@ class Holding:
         self.held_bytes -= run.charged_bytes
         self.ended_bytes -= run.held_bytes if run.ended_ns else 0
         run.held_bytes = run.charged_bytes = 0
+        self.released += (run.tensors or {}).values()
+        run.tensors, run.given = None, ()
 
     def check_integrity(self) -> None:
-        """The totals are what the runs were charged for, and each run counts what it has."""
+        """The totals are what the runs were charged for, and each run counts what it has, its tensors' references too."""
         assert self.held_bytes == sum(run.charged_bytes for run in self._runs.values()), self.held_bytes
         assert self.ended_bytes == sum(run.held_bytes for run in self._runs.values() if run.ended_ns), self.ended_bytes
         for run in self._runs.values():
             counted = run.graph.bytes if run.graph is not None else 0
-            for step in run.steps:
-                counted += STEP_BYTES + TASK_BYTES * max(1, step.size) + len(step.output or b"")
-                counted += sum(len(output) for output in step.outputs or ()) + sum(
-                    len(t.output or b"") for t in step.tasks
-                )
+            outputs = [output for step in run.steps for output in outputs_in(step)]
+            counted += sum(STEP_BYTES + TASK_BYTES * max(1, step.size) for step in run.steps)
+            counted += sum(size_of(run, output) for output in outputs)
             assert counted == run.held_bytes, f"run {run.id.hex()} holds {counted} bytes, counted {run.held_bytes}"
             assert run.held_bytes <= run.charged_bytes
+            refs = Counter(tensor.handle for output in outputs for tensor in tensors_of(run, output))
+            refs.update(tensor.handle for step in run.steps for task in step.tasks for tensor in task.tensors)
+            refs.update(tensor.handle for tensor in run.given)
+            assert refs == {t.handle: t.refs for t in (run.tensors or {}).values()}, f"run {run.id.hex()}: {refs}"
+
+
+def tensors_of(run: Run, value: msgspec.Raw) -> list[Tensor]:
+    """Those of the run's tensors that an encoded value names."""
+    known = run.tensors
+    return [tensor for handle in handles(value) if (tensor := known.get(handle)) is not None] if known else []
+
+
+def size_of(run: Run, value: msgspec.Raw) -> int:
+    """The bytes of an encoded value, those of the tensors that it names included."""
+    return len(value) + (sum(tensor.bytes for tensor in tensors_of(run, value)) if run.tensors else 0)
+
+
+def outputs_in(step: Step) -> list[msgspec.Raw]:
+    """What a step and its tasks hold."""
+    found = [step.output, *(step.outputs or ()), *(task.output for task in step.tasks)]
+    return [output for output in found if output is not None]

@@ -27,7 +27,7 @@ from hexrt.events import (  # fmt: skip
     Submitted,
 )
 from hexrt.runtime import maps
-from hexrt.runtime.entities import Change, Run, Step, Task, add_tokens, check_counts, record_of, story
+from hexrt.runtime.entities import Change, Run, Step, Task, add_tokens, check_counts, cut_cycles, record_of, story
 from hexrt.runtime.holding import NO_LIMIT, STEP_BYTES, TASK_BYTES, Holding
 from hexrt.runtime.retries import DROPPED, LOST, final_error, lost_with_daemon, may_try_again
 from hexrt.values import EMPTY_LIST, join
@@ -91,10 +91,7 @@ class RunTable:
         """Lets go of an ended run."""
         if self.runs.pop(run.id, None) is not None:
             self.holding.run_forgotten(run)
-        for step in run.steps:
-            step.tasks.clear()
-        run.steps.clear()
-        run.graph = None
+        cut_cycles(run)
 
     # --- submission ---------------------------------------------------------------------------------------------
 
@@ -115,6 +112,7 @@ class RunTable:
                 self._end_run(run, RunState.FAILED, event.at_ns)
                 return
         run.graph = graph
+        self.holding.give(run)
         run.steps = [Step(node, len(node.predecessors)) for node in graph.nodes]
         run.open_steps = len(run.steps)
         self.open_tasks += run.open_steps
@@ -219,30 +217,31 @@ class RunTable:
             self._maybe_end(run, event.end_ns)
             return
         output = event.output
-        run.held_bytes += len(output)
+        size = self.holding.hold(run, output)
+        run.held_bytes += size
         if run.held_bytes > run.charged_bytes:
-            self.holding.charge(run, node.id, len(output), event.end_ns)
+            self.holding.charge(run, node.id, size, event.end_ns)
         if not last:
             task.output = output
             self._task_ready(step.tasks[task.part + 1], event.end_ns)
         elif node.map is not None:
-            self._element_done(run, step, task, output, event.end_ns)
+            self._element_done(run, step, task, size, output, event.end_ns)
         else:
             if parts > 1:
                 self.holding.element_ended(run, step, parts)
             self._step_done(run, step, output, event.end_ns)
 
-    def _element_done(self, run: Run, step: Step, task: Task, output: msgspec.Raw, now_ns: int) -> None:
+    def _element_done(self, run: Run, step: Step, task: Task, size: int, output: msgspec.Raw, now_ns: int) -> None:
         assert step.outputs is not None
         step.outputs[task.part // len(step.node.op.parts)] = output
-        step.parts_bytes += len(output)
+        step.parts_bytes += size
         self.holding.element_ended(run, step, task.part + 1)
         step.open_tasks -= 1
         if maps.has_more(step):
             self._task_ready(maps.add_element(run, step), now_ns)
         elif step.open_tasks == 0:
             whole = join(step.outputs)
-            run.held_bytes += len(whole)
+            run.held_bytes += self.holding.hold(run, whole)
             self.holding.parts_joined(run, step)
             self._step_done(run, step, whole, now_ns)
 
