@@ -49,7 +49,8 @@ def model_folder() -> Path:
 class HostProcess:
     """A `cpu` host as the daemon would start it. `receive` waits for the next frame."""
 
-    def __init__(self, models_dir: Path) -> None:
+    def __init__(self, models_dir: Path, arena_bytes: int = ARENA_BYTES) -> None:
+        self.arena_bytes = arena_bytes
         ours, theirs = socket.socketpair()
         cell = os.memfd_create("cell")
         os.ftruncate(cell, 4096)
@@ -65,7 +66,7 @@ class HostProcess:
         self._splitter = FrameSplitter(1 << 30)
         self._decoder = msgspec.msgpack.Decoder(tuple[int, list[FromHost]])
         self._commands = itertools.count(1)
-        settings = {"max_output_bytes": 1 << 20, "cpu": {"threads": 2}}
+        settings = {"max_output_bytes": 1 << 20, "cpu": {"threads": 2, "arena_mib": arena_bytes >> 20}}
         self.send([Hello(VERSION, 1, "cpu:0", str(models_dir), str(models_dir), settings)])
         (ready,) = self.receive()
         assert isinstance(ready, Ready)
@@ -91,11 +92,12 @@ class HostProcess:
         self.send([message])
         return self.receive()[0]
 
-    def load(self, name: str, path: str, dtype: str = "float32", arena_bytes: int = ARENA_BYTES) -> dict[str, Any]:
-        report = self.ask(LoadModel(self.command(), name, path, dtype, arena_bytes, 16))
+    def load(self, name: str, path: str, dtype: str = "float32") -> dict[str, Any]:
+        """The facts of the loaded model, and how many frames of it the arena has."""
+        report = self.ask(LoadModel(self.command(), name, path, dtype, 16))
         assert isinstance(report, HostFinished), report
         facts: dict[str, Any] = msgspec.msgpack.decode(report.output)
-        return facts
+        return facts | {"frames": self.arena_bytes // facts["page_bytes"]}
 
     def close(self) -> None:
         self._socket.close()

@@ -15,6 +15,7 @@ from hexrt.llm.batch import Emitted, Prefilled, Refused, SequenceRequest  # noqa
 from hexrt.llm.tokenise import Vocabulary, load_vocabulary, tokenise  # noqa: E402
 from hexrt.ops.llm import Continued  # noqa: E402
 from hexrt.protocol.host import (  # noqa: E402
+    DEVICE,
     BindPages,
     Chunk,
     Chunked,
@@ -23,6 +24,7 @@ from hexrt.protocol.host import (  # noqa: E402
     Copy,
     HostFailed,
     LoadModel,
+    Piece,
     Release,
     Sampling,
     Stats,
@@ -281,9 +283,10 @@ def test_copied_frames_carry_a_sequence_on_and_a_stale_binding_is_refused(
     host.send([BindPages(NAME, 900, 0, old, 5)])
     start = chunk_of(host, 3, ChunkSequence(900, 0, prompt, True, greedy(ANSWER))).tokens[0].ids
     assert start == batched[1][:3]
-    copied = host.ask(Copy(host.command(), NAME, old, new))
+    size = facts["page_bytes"]
+    copied = host.ask(Copy(host.command(), (Piece(DEVICE, 3 * size, DEVICE, 40 * size, size, pages),)))
     assert isinstance(copied, Copied)
-    assert copied.bytes == pages * facts["page_bytes"]
+    assert (copied.bytes, copied.faults) == (pages * size, ())
     assert host.ask(BindPages(NAME, 900, 0, (0, 0), 4)) == Stats({f"{NAME}_stale_bindings": 1.0})
     host.send([BindPages(NAME, 900, 0, new, 6), BindPages(NAME, 901, 0, old, 1)])
     other = chunk_of(host, 1, ChunkSequence(901, 0, tuple(reversed(prompt)), False))  # writes over the old frames
@@ -307,7 +310,7 @@ def test_a_chunk_that_does_not_fit_its_sequence_is_refused_by_name(host: HostPro
     [("nowhere", "'other' does not exist"), ("../.models/absent", "does not exist")],
 )
 def test_a_model_that_is_not_there_is_named_without_its_path(host: HostProcess, path: str, words: str) -> None:
-    report = host.ask(LoadModel(host.command(), "other", path, "float32", 1 << 20, 16))
+    report = host.ask(LoadModel(host.command(), "other", path, "float32", 16))
     assert isinstance(report, HostFailed)
     assert words in report.error.message
     assert "/" not in report.error.message

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from hexrt.devices.places import anonymous  # noqa: E402
 from hexrt.errors import OutOfMemory, Unavailable  # noqa: E402
 from hexrt.llm.engine import ModelEngine  # noqa: E402
 from hexrt.llm.engine_attention import Row  # noqa: E402
@@ -24,6 +25,10 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
+
+
+def arena(size: int = ARENA) -> memoryview:
+    return memoryview(anonymous(size))
 
 
 def make(folder: Path, family: str, **more: Any) -> Path:
@@ -62,7 +67,7 @@ def test_a_family_is_served_with_the_tokens_of_its_own_generate(
     tmp_path: Path, family: str, more: dict[str, Any]
 ) -> None:
     folder = make(tmp_path / "tiny", family, **more)
-    model = PagedModel("tiny", folder, "float32", ARENA, 16)
+    model = PagedModel("tiny", folder, "float32", arena(), 16)
     reference = getattr(transformers, f"{family}ForCausalLM").from_pretrained(folder).eval()
     prompt = [1, *range(5, 41)]
     ids = torch.tensor([prompt])
@@ -89,19 +94,53 @@ def test_attention_that_pages_do_not_do_is_refused_by_name(
 ) -> None:
     folder = make(tmp_path / "tiny", family, **more)
     with pytest.raises(Unavailable, match=words):
-        PagedModel("tiny", folder, "float32", ARENA, 16)
+        PagedModel("tiny", folder, "float32", arena(), 16)
 
 
 def test_a_model_in_bfloat16_is_probed_by_its_distribution(tmp_path: Path) -> None:
-    model = PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "bfloat16", ARENA, 16)
+    model = PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "bfloat16", arena(), 16)
     assert model.arena.dtype == torch.bfloat16
-    assert model.page_bytes == 3 * 2 * 16 * 2 * 16 * 2
+    assert model.page_bytes == 8192, "6144 bytes of K and V, up to the next 4096"
+    assert model.arena.stride() == (4096, 1024, 512, 32, 16, 1)
     assert model.frames == ARENA // model.page_bytes
+
+
+def test_two_models_in_one_arena_leave_each_others_frames_alone(tmp_path: Path) -> None:
+    memory = arena()
+    small = PagedModel("small", make(tmp_path / "small", "Llama"), "bfloat16", memory, 16)
+    large = PagedModel("large", make(tmp_path / "large", "Qwen3"), "float32", memory, 16)
+    assert (small.page_bytes, large.page_bytes) == (8192, 12288)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole.fill_(0xAB)
+    prompt = [1, *range(5, 41)]
+    mine, yours = range(10), range(200, 204)  # bytes 0 .. 81920 and 2457600 .. 2506752
+    for _ in range(2):
+        small.forward([Work(prompt, Row(mine, 0, len(prompt)), True)])
+        large.forward([Work(prompt, Row(yours, 0, len(prompt)), True)])
+    frames = whole.view(-1, 4096)
+    changed = (frames != 0xAB).any(1).nonzero().flatten().tolist()
+    tokens = 48  # of three pages; the 37 that are written, and nothing past K and V of a small one
+    assert changed == [*range(tokens // 16 * 2), *range(600, 600 + tokens // 16 * 3)]
+    assert (frames[1:6:2, 2048:] == 0xAB).all(), "what is between one page's end and the next frame belongs to nobody"
+
+
+def test_no_memory_of_an_arena_is_taken_before_it_is_written(tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    memory = arena(1 << 36)
+    folder = make(tmp_path / "tiny", "Llama")
+    before = resident()
+    model = PagedModel("tiny", folder, "float32", memory, 16)
+    assert model.frames == (1 << 36) // 12288
+    last = model.frames - 1
+    model.forward([Work([1, 5], Row([last], 0, 2), True)])
+    assert resident() - before < 64 << 20
 
 
 def test_an_arena_that_holds_no_page_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match="hold no page of 'tiny'"):
-        PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "float32", 100, 16)
+        PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "float32", arena(4096), 16)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +162,7 @@ def test_a_broken_folder_is_named_without_its_path(
     else:
         (folder / name).write_bytes(content)
     with pytest.raises(Unavailable, match=words) as caught:
-        PagedModel("tiny", folder, "float32", ARENA, 16)
+        PagedModel("tiny", folder, "float32", arena(), 16)
     assert "'tiny'" in str(caught.value)
     assert str(tmp_path) not in str(caught.value)
 
@@ -136,7 +175,7 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Unavailable, match=r"1 weights are missing.*'model.layers.1.mlp.up_proj.weight'"):
-        PagedModel("tiny", folder, "float32", ARENA, 16)
+        PagedModel("tiny", folder, "float32", arena(), 16)
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -144,7 +183,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     with pytest.raises(Unavailable, match="'tiny' cannot be loaded"):
-        PagedModel("tiny", folder, "float32", ARENA, 16)
+        PagedModel("tiny", folder, "float32", arena(), 16)
 
 
 class Poisoned(PagedModel):
@@ -162,7 +201,7 @@ class Poisoned(PagedModel):
 
 
 def test_what_one_sequence_makes_the_model_raise_ends_that_one_alone(tmp_path: Path) -> None:
-    engine = ModelEngine(Poisoned("tiny", make(tmp_path / "tiny", "Llama"), "float32", ARENA, 16), str)
+    engine = ModelEngine(Poisoned("tiny", make(tmp_path / "tiny", "Llama"), "float32", arena(), 16), str)
     prompts = {1: (5, 6, 7), 2: (5, 13, 7), 3: (5, 14, 7), 4: (8,), 5: (13,)}
     for number in prompts:
         engine.bind(BindPages("tiny", number, 0, (number,), 1))
@@ -180,7 +219,7 @@ def test_what_one_sequence_makes_the_model_raise_ends_that_one_alone(tmp_path: P
 
 
 def test_a_masked_sequence_takes_no_part_in_the_passes_that_follow(tmp_path: Path) -> None:
-    engine = ModelEngine(PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "float32", ARENA, 16), str)
+    engine = ModelEngine(PagedModel("tiny", make(tmp_path / "tiny", "Llama"), "float32", arena(), 16), str)
     engine.bind(BindPages("tiny", 1, 0, (0,), 1))
     engine.mask(1)
     sampling = Sampling(0.0, 0, 1.0, 0, (), 3, True)

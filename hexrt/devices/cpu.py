@@ -1,7 +1,8 @@
-"""`cpu:0`: torch on the CPU as an accelerator. Streams are threads: one computes for language models, one runs plain bodies.
+"""`cpu:0`: torch on the CPU as an accelerator. Streams are threads: one computes for language models, one copies pages, one runs plain
+bodies.
 
-Owns the loaded models and the two threads. Each thread takes its messages in the order in which they came; what must not wait (masking a
-released sequence, taking back what has not begun) is done on the loop. torch is imported at start, transformers with the first model.
+Owns the device's arena, which all models share, the loaded models and the three threads. Each thread takes its messages in the order in
+which they came; what must not wait (masking a released sequence, taking back what has not begun) is done on the loop. torch is imported at start, transformers with the first model.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hexrt.devices.body import Bodies, describe
+from hexrt.devices.copies import carry_out, measure_link
 from hexrt.devices.host import HostProgram
+from hexrt.devices.places import anonymous
 from hexrt.errors import ErrorRecord, InvariantViolation, NotFound
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.host import (
+    DEVICE,
+    HOST,
     BindPages,
     Cancel,
     Chunk,
@@ -102,18 +107,24 @@ class CpuProgram(HostProgram):
         self._threads = int(settings.get("threads") or len(os.sched_getaffinity(0)))
         self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"])
         self._models: dict[str, ModelEngine] = {}  # changed on the compute thread only
+        arena_bytes = int(settings.get("arena_mib", 0)) << 20
+        self._arena = DEVICE if arena_bytes else HOST  # without one of its own: pages are used in place in the host's
+        if arena_bytes:
+            self.places.add(DEVICE, anonymous(arena_bytes))
         self._refused = 0  # messages without a number that failed; compute thread only
         self._compute = Stream("compute", self._carry_out, partial(torch.set_num_threads, self._threads), self._show)
+        self._copies = Stream("copies", self._carry_out, lambda: None, lambda command: None)
         self._plain = Stream("bodies", self._launch, partial(torch.set_num_threads, 1), lambda command: None)
         return {
             "threads": self._threads,
             "torch": str(torch.__version__),
             "isa": torch.backends.cpu.get_cpu_capability(),
+            "links": measure_link(),
         }
 
     def stop(self) -> None:
-        self._compute.stop()
-        self._plain.stop()
+        for stream in (self._compute, self._copies, self._plain):
+            stream.stop()
 
     def _show(self, command: int) -> None:
         self.cell[0] = command
@@ -123,6 +134,8 @@ class CpuProgram(HostProgram):
     def handle(self, message: ToHost) -> None:
         if isinstance(message, Launch):
             self._plain.put(message)
+        elif isinstance(message, Copy):
+            self._copies.put(message)
         elif isinstance(message, Withdraw):
             self._take_out(message.command)
         elif isinstance(message, Cancel):
@@ -136,7 +149,8 @@ class CpuProgram(HostProgram):
             self._compute.put(message)
 
     def _take_out(self, command: int) -> ToHost | None:
-        return self._compute.take_out(command) or self._plain.take_out(command)
+        streams = (self._compute, self._copies, self._plain)
+        return next((taken for stream in streams if (taken := stream.take_out(command)) is not None), None)
 
     def _post(self, report: FromHost) -> None:
         """Hands a report of a thread to the loop, which may have closed meanwhile."""
@@ -179,6 +193,8 @@ class CpuProgram(HostProgram):
         return Stats({"refused_messages": float(self._refused)})
 
     def _do(self, message: LoadModel | UnloadModel | BindPages | Chunk | Copy | Release) -> FromHost | None:
+        if isinstance(message, Copy):
+            return carry_out(self.places, message)
         if isinstance(message, LoadModel):
             start = monotonic_ns()
             facts = self._load(message)
@@ -192,8 +208,6 @@ class CpuProgram(HostProgram):
             raise NotFound(f"the model {message.model!r} is not loaded on {self.hello.device}")
         if isinstance(message, Chunk):
             return engine.run(message)
-        if isinstance(message, Copy):
-            return engine.copy(message)
         if isinstance(message, Release):
             engine.release(message.sequence)
         elif not engine.bind(message):
@@ -208,10 +222,9 @@ class CpuProgram(HostProgram):
         self._models.pop(message.model, None)
         folder = Path(self.hello.models_dir) / message.path
         tokeniser = load_vocabulary(folder, message.model).tokeniser
-        model = PagedModel(message.model, folder, message.dtype, message.arena_bytes, message.page_tokens)
+        model = PagedModel(message.model, folder, message.dtype, self.places.view(self._arena), message.page_tokens)
         self._models[message.model] = ModelEngine(model, partial(tokeniser.decode, skip_special_tokens=True))
         return {
-            "frames": model.frames,
             "page_bytes": model.page_bytes,
             "context_tokens": model.shape.context_tokens,
             "vocabulary": model.shape.vocabulary,

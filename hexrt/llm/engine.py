@@ -14,7 +14,7 @@ from hexrt.llm.engine_attention import Row
 from hexrt.llm.engine_model import PagedModel, Work
 from hexrt.llm.engine_sampling import sample
 from hexrt.llm.engine_text import AnswerText
-from hexrt.protocol.host import BindPages, Chunk, Chunked, ChunkSequence, Copied, Copy, Sampling, Token
+from hexrt.protocol.host import BindPages, Chunk, Chunked, ChunkSequence, Sampling, Token
 
 ERROR = "error: "
 
@@ -82,16 +82,6 @@ class ModelEngine:
     def release(self, sequence: int) -> None:
         self._sequences.pop(sequence, None)
         self._masked.discard(sequence)
-
-    def copy(self, message: Copy) -> Copied:
-        """Copies whole frames. Raises IndexError, with nothing copied, where one is outside the arena."""
-        start = monotonic_ns()
-        frames = self.model.frames
-        if any(not 0 <= frame < frames for frame in (*message.source, *message.target)):
-            raise IndexError(f"a frame outside the arena's {frames}")
-        arena = self.model.arena
-        arena[list(message.target)] = arena[list(message.source)]
-        return Copied(message.command, start, monotonic_ns(), len(message.source) * self.model.page_bytes)
 
     def run(self, chunk: Chunk) -> Chunked:
         """All passes of a chunk, fewer where every sequence has ended."""

@@ -1,6 +1,6 @@
-"""One model in memory with the arena that its pages lie in: loading, the load probe, and one packed forward pass.
+"""One model in memory: loading, its view of the arena that its pages lie in, the load probe, and one packed forward pass.
 
-Owns the weights and the arena. The arithmetic is transformers'; K and V go to pages through `engine_attention`. A model is accepted only
+Owns the weights; the arena is the host's, other models lie in it too, and which frames are whose the daemon decides. The arithmetic is transformers'; K and V go to pages through `engine_attention`. A model is accepted only
 if the probe finds that our attention is called once a layer and that the logits are those of eager attention. Used on one thread.
 """
 
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from hexrt.errors import HexrtError, OutOfMemory, Unavailable
-from hexrt.llm.engine_attention import NAME, Row, Scratch, paged_attention, plan_pass
+from hexrt.llm.engine_attention import NAME, Row, Scratch, paged_attention, plan_pass, view_pages
 from hexrt.llm.steps import ModelShape, model_shape
 
+FRAME_STEP = 4096
+"""Frames begin at multiples of it: disks and page tables want that."""
 PROBE_TOKENS = 40
 PROBE_SLICE = 24
 EXACT_TOLERANCE = 1e-3
@@ -38,22 +40,22 @@ class Work:
 
 
 class PagedModel:
-    """A causal language model whose K and V live in `arena`."""
+    """A causal language model whose K and V live in frames of `arena`, one every `page_bytes`."""
 
-    def __init__(self, name: str, folder: Path, dtype: str, arena_bytes: int, page_tokens: int) -> None:
-        """Raises Unavailable or OutOfMemory, naming the model, where it cannot be served."""
+    def __init__(self, name: str, folder: Path, dtype: str, memory: memoryview, page_tokens: int) -> None:
+        """`memory`: all of the arena, writable; none of it is touched here. Raises Unavailable or OutOfMemory, naming the model, where it cannot be served."""
         self.name = name
         self.page_tokens = page_tokens
         self.shape = read_shape(name, folder)
-        self.page_bytes = self.shape.page_bytes(dtype, page_tokens)
-        self.frames = arena_bytes // self.page_bytes
+        self.page_bytes = -(-self.shape.page_bytes(dtype, page_tokens) // FRAME_STEP) * FRAME_STEP
+        self.frames = len(memory) // self.page_bytes
         if self.frames < 1:
-            raise OutOfMemory(f"the arena's {arena_bytes} bytes hold no page of {name!r}, which has {self.page_bytes}")
+            raise OutOfMemory(f"the arena's {len(memory)} bytes hold no page of {name!r}, which has {self.page_bytes}")
         self._model = load_weights(name, folder, dtype)
         self.eos = end_tokens(self._model)
-        kv = (page_tokens, self.shape.kv_heads, self.shape.head_dim)
-        # Zeros come from the kernel untouched: memory is taken as pages are first written.
-        self.arena = torch.zeros((self.frames, self.shape.layers, 2, *kv), dtype=getattr(torch, dtype))
+        page = (self.shape.layers, 2, page_tokens, self.shape.kv_heads, self.shape.head_dim)
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.frames * self.page_bytes)
+        self.arena = view_pages(whole, getattr(torch, dtype), self.page_bytes, page)
         self._scratch = Scratch(self.arena)
         self._probe(dtype == "float32")
 
@@ -85,7 +87,8 @@ class PagedModel:
         last = self.shape.vocabulary - 1
         ids = [1 + (7919 * i) % last for i in range(PROBE_TOKENS)]
         pages = -(-PROBE_TOKENS // self.page_tokens)
-        arena = torch.zeros((2 * pages, *self.arena.shape[1:]), dtype=self.arena.dtype)
+        memory = torch.zeros(2 * pages * self.page_bytes, dtype=torch.uint8)
+        arena = view_pages(memory, self.arena.dtype, self.page_bytes, self.arena.shape[1:])
         frames = range(2 * pages - 1, 0, -2)
         try:
             spans = [(0, PROBE_SLICE), *((i, i + 1) for i in range(PROBE_SLICE, PROBE_SLICE + 4)), (PROBE_SLICE + 4, PROBE_TOKENS)]  # fmt: skip
