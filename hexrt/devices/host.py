@@ -31,6 +31,7 @@ PROGRAMS = {
     "pool": "hexrt.devices.pool:PoolProgram",
     "cpu": "hexrt.devices.cpu:CpuProgram",
     "npu": "hexrt.devices.npu:NpuProgram",
+    "disk": "hexrt.devices.disk:DiskProgram",
 }
 ENVIRON = {"cpu": {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x10000"}}
 """Of a program's process, where the daemon's own says nothing else. glibc copies past the caches from this many bytes on; by itself it
