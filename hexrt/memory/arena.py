@@ -133,7 +133,7 @@ def map_fd(fd: int, size: int, writable: bool) -> memoryview:
 
     The descriptor may be closed at once: Python's own mapping would keep a duplicate of it open. So an empty area is taken, which Python
     owns, and the file is mapped over it, at a multiple of 2 MiB, which huge pages need. Raises BadRequest where the file is
-    shorter, OutOfMemory.
+    shorter or was opened for less, OutOfMemory.
     """
     held = os.fstat(fd).st_size
     if not 0 < size <= held:
@@ -149,6 +149,8 @@ def map_fd(fd: int, size: int, writable: bool) -> memoryview:
     skip = -start % HUGE_BYTES
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     if libc.mmap(start + skip, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0) != start + skip:
+        if ctypes.get_errno() == errno.EACCES:
+            raise BadRequest("a file that was opened for reading alone cannot be mapped for writing")
         raise OutOfMemory(f"{size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
     if size >= HUGE_BYTES:
         try:
