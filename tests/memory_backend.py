@@ -1,6 +1,6 @@
 """A small backend that runs steps in memory, for tests of the socket, the clients and the command line.
 
-`noop` ends at once with its input `value`; `hold` runs until `release`; `fail` fails. A run's name chooses what its acknowledgement does:
+`noop` ends at once with its input `value`, tensors of a client's in the client's own memory; `hold` runs until `release`; `fail` fails. A run's name chooses what its acknowledgement does:
 `late` waits for `gate`, `bug` raises what no backend should.
 """
 
@@ -10,12 +10,16 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from hexrt import values
 from hexrt.core import Durability, Peer, RunId, RunState
 from hexrt.errors import BadRequest, ErrorRecord, NotFound
+from hexrt.memory.arena import sealed_copy
+from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol import messages as m
 from hexrt.workflow.model import Workflow
 
@@ -35,6 +39,19 @@ class MemoryRun:
     outputs: dict[str, msgspec.Raw] = field(default_factory=dict)
     errors: dict[str, ErrorRecord] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    memory: dict[int, memoryview] = field(default_factory=dict)  # of its tensors
+
+    def result(self) -> m.RunResult | Export:
+        result = m.RunResult(0, self.id, self.state, self.outputs, self.errors)
+        return Export(partial(self.exported, result)) if self.memory and self.outputs else result
+
+    def exported(self, result: m.RunResult) -> tuple[m.RunResult, int]:
+        if not self.memory:  # let go of
+            raise NotFound("there is no such run", self.id.hex())
+        fd, offsets = sealed_copy(list(self.memory.values()))
+        placed = zip(self.memory.items(), offsets, strict=True)
+        tensors = tuple(m.Tensor(handle, offset, len(content)) for (handle, content), offset in placed)
+        return replace(result, tensors=tensors), fd
 
 
 class MemoryBackend:
@@ -50,12 +67,21 @@ class MemoryBackend:
             raise NotFound("there is no such run", run.hex())
         return found
 
-    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability, awaits_end: bool) -> RunId:
+    async def submit(
+        self,
+        peer: Peer,
+        workflow: Workflow,
+        durability: Durability,
+        awaits_end: bool,
+        memory: ClientMemory | None = None,
+    ) -> RunId:
         self.peers.append(peer)
         for i, step in enumerate(workflow.steps):
             if step.op not in OPS:
                 raise BadRequest(f"there is no op {step.op!r}", f"steps[{i}].op")
         run = MemoryRun(RunId(secrets.token_bytes(16)), peer, workflow, durability)
+        if memory is not None:
+            run.memory = {handle: memory.content(handle) for handle in memory.tensors}
         self.runs[run.id] = run
         if workflow.name == "late":
             await self.gate.wait()
@@ -122,14 +148,14 @@ class MemoryBackend:
         if not wait and found.state is RunState.RUNNING:
             raise BadRequest("the run goes on", "run")
         await found.ended.wait()
-        return m.RunResult(0, found.id, found.state, found.outputs, found.errors)
+        return found.result()
 
-    def when_ended(self, peer: Peer, run: RunId, push: Callable[[m.RunResult], None]) -> Callable[[], None]:
+    def when_ended(self, peer: Peer, run: RunId, push: Callable[[m.RunResult | Export], None]) -> Callable[[], None]:
         found = self._run(peer, run)
 
         async def tell() -> None:
             await found.ended.wait()
-            push(m.RunResult(0, found.id, found.state, found.outputs, found.errors))
+            push(found.result())
 
         return asyncio.get_running_loop().create_task(tell()).cancel
 

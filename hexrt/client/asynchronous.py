@@ -1,6 +1,6 @@
 """The asyncio face of the client.
 
-Owns one connection and the task that reads it. Used on the loop it was entered on, by any number of tasks. Does not connect again by
+Owns one connection. Used on the loop it was entered on, by any number of tasks. Does not connect again by
 itself. What a slow reader of `watch` has not taken yet is kept in this process's memory.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from hexrt.client import calls
 from hexrt.client.calls import Call, Outcome, Run
+from hexrt.client.pipe import Pipe
 from hexrt.core import Durability, RunId, RunState
 from hexrt.errors import Disconnected, HexrtError, from_record
 from hexrt.paths import client_socket
@@ -54,7 +55,7 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._wire = calls.Wire()
         self._exchanges: dict[int, _Exchange] = {}
-        self._reading: asyncio.Task[None] | None = None
+        self._pipe: Pipe | None = None
         self._gone: HexrtError | None = None
 
     async def __aenter__(self) -> Self:
@@ -64,14 +65,13 @@ class AsyncClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._shake_hands(sock)
-                self._reader, self._writer = await asyncio.open_unix_connection(sock=sock)
         except OSError as error:
             sock.close()
             calls.unreachable(self.path, error)
         except BaseException:
             sock.close()
             raise
-        self._reading = asyncio.create_task(self._read())
+        self._pipe = Pipe(asyncio.get_running_loop(), sock, self._on_data, self._on_end)
         return self
 
     async def _shake_hands(self, sock: socket.socket) -> None:
@@ -91,51 +91,50 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Calls that are open raise Disconnected."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
-            self._reading = None
-            self._writer.close()
-            with suppress(OSError):
-                await self._writer.wait_closed()
+        if self._pipe is not None:
+            self._end(Disconnected("this connection to hexrtd is closed: make a new AsyncClient"))
 
-    async def _read(self) -> None:
-        gone: HexrtError = Disconnected("this connection to hexrtd is closed: make a new AsyncClient")
+    def _on_data(self, data: bytes, fds: tuple[int, ...]) -> None:
         try:
-            while data := await self._reader.read(calls.READ_BYTES):
-                for owner, message in self._wire.answers(data):
-                    if owner is None and isinstance(message, m.Refused):
-                        raise from_record(message.error)
-                    if owner is not None and owner in self._exchanges:
-                        self._exchanges[owner].inbox.put_nowait(message)
-            gone = calls.broken()
-        except OSError as error:
-            gone = calls.broken(error)
+            for owner, message in self._wire.answers(data, fds):
+                if owner is None and isinstance(message, m.Refused):
+                    raise from_record(message.error)
+                if owner is not None and owner in self._exchanges:
+                    self._exchanges[owner].inbox.put_nowait(message)
         except HexrtError as error:
-            gone = error
-        finally:
+            self._end(error)
+
+    def _on_end(self, error: OSError | None) -> None:
+        self._end(calls.broken(error))
+
+    def _end(self, gone: HexrtError) -> None:
+        if self._gone is None:
             self._gone = gone
             for exchange in self._exchanges.values():
                 exchange.inbox.put_nowait(gone)
+        if self._pipe is not None:
+            self._pipe.close()
+        self._wire.close()
 
     @contextmanager
     def _exchange(self, call: Call[Any]) -> Iterator[_Exchange]:
-        if self._reading is None or self._gone is not None:
+        pipe = self._pipe
+        if pipe is None or self._gone is not None:
             raise self._gone or Disconnected("this AsyncClient is not connected: use `async with`")
-        number, data = self._wire.request(call)
+        number, data, fd = self._wire.request(call)
         self._exchanges[number] = exchange = _Exchange()
-        self._writer.write(data)
+        pipe.send(data, fd)
         try:
             yield exchange
         finally:
             del self._exchanges[number]
             if not exchange.ended and self._gone is None:
-                self._writer.write(self._wire.request(calls.forget(number))[1])
+                pipe.send(self._wire.request(calls.forget(number))[1])
 
     async def _sent(self) -> None:
         """Waits while the daemon takes no more; if it is gone, the answer says so better than the write."""
-        with suppress(ConnectionError):
-            await self._writer.drain()
+        if self._pipe is not None:
+            await self._pipe.drain()
 
     async def _ask(self, call: Call[T]) -> T:
         with self._exchange(call) as exchange:

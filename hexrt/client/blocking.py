@@ -17,6 +17,7 @@ from hexrt.client import calls
 from hexrt.client.calls import Call, Outcome, Run
 from hexrt.core import Durability, RunId, RunState
 from hexrt.errors import Disconnected, from_record
+from hexrt.memory.passed import close_all, receive, rights
 from hexrt.paths import client_socket
 from hexrt.protocol import messages as m
 from hexrt.workflow.model import Workflow
@@ -59,6 +60,7 @@ class Client:
 
     def close(self) -> None:
         self._socket.close()
+        self._wire.close()
 
     def _read_until(self, number: int | None) -> m.FromDaemon:
         """The next message of that request; others are kept for the iterators they belong to, or dropped where nobody asks."""
@@ -67,10 +69,10 @@ class Client:
             return kept.popleft()
         found: deque[m.FromDaemon] = deque()
         while not found:
-            data = self._socket.recv(calls.READ_BYTES)
+            data, fds = receive(self._socket, calls.READ_BYTES)
             if not data:
                 raise calls.broken()
-            for owner, message in self._wire.answers(data):
+            for owner, message in self._wire.answers(data, fds):
                 if owner is None and isinstance(message, m.Refused) and not found:
                     raise from_record(message.error)
                 if owner == number:
@@ -96,9 +98,19 @@ class Client:
             raise
 
     def _send(self, call: Call[Any]) -> int:
-        number, data = self._wire.request(call)
-        self._guarded(lambda: self._socket.sendall(data))
+        number, data, fd = self._wire.request(call)
+        try:
+            self._guarded(lambda: self._transmit(data, fd))
+        finally:
+            close_all((fd,))
         return number
+
+    def _transmit(self, data: bytearray, fd: int) -> None:
+        if fd < 0:
+            self._socket.sendall(data)
+            return
+        sent = self._socket.sendmsg((data,), (rights(fd),))
+        self._socket.sendall(memoryview(data)[sent:])
 
     def _ask(self, call: Call[T]) -> T:
         number = self._send(call)

@@ -6,7 +6,8 @@ Owns the schema as a client sees it: each kind of call is said once, as a `Call`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ import msgspec
 
 import hexrt
 from hexrt import values
+from hexrt.client.tensors import Gathered, Received
 from hexrt.core import Durability, RunId, RunState
 from hexrt.errors import BadRequest, Disconnected, ErrorRecord, InvariantViolation, TaskFailed, from_record
+from hexrt.memory.passed import close_all
 from hexrt.protocol import messages as m
-from hexrt.protocol.framing import FrameSplitter, frame
+from hexrt.protocol.framing import HEADER, FrameSplitter, frame
 from hexrt.workflow.model import Workflow
 from hexrt.workflow.sendable import check_sendable
 
@@ -27,25 +30,31 @@ READ_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 30
 HANDSHAKE_S = 10.0
 T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
 Run = RunId | bytes | str
 """A run's id: 16 bytes, or 32 hex digits."""
 
 
 class Outputs(Mapping[str, Any]):
-    """A run's outputs by name, each decoded when it is first asked for. Tensors are read-only NumPy arrays."""
+    """A run's outputs by name, each decoded when it is first asked for. Tensors are read-only NumPy arrays.
 
-    def __init__(self, raw: Mapping[str, msgspec.Raw]) -> None:
+    Large ones are views of memory that the daemon handed over: no copy is made, and it is unmapped once no array of it is left.
+    """
+
+    def __init__(self, raw: Mapping[str, msgspec.Raw], memory: Received | None = None) -> None:
         self._raw = raw
+        self._memory = memory
         self._decoded: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._decoded:
-            self._decoded[name] = values.decode(self._raw[name])
+            tensors = self._memory.content if self._memory is not None else None
+            self._decoded[name] = values.decode(self._raw[name], tensors)
         return self._decoded[name]
 
     def only(self, name: str) -> Outputs:
         """This output alone. Raises KeyError."""
-        return Outputs({name: self._raw[name]})
+        return Outputs({name: self._raw[name]}, self._memory)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._raw)
@@ -75,6 +84,12 @@ class Outcome:
         return self
 
 
+class Delivered(m.RunResult, frozen=True, tag="run_result"):
+    """A result as it came, with the memory of its tensors."""
+
+    memory: Any = None  # Received | None
+
+
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
     """A request, made when its number is known, and what its answers are turned into."""
@@ -102,7 +117,8 @@ def _expect(kind: type[T], message: m.FromDaemon) -> T:
 
 def _outcome(message: m.FromDaemon) -> Outcome:
     result = _expect(m.RunResult, message)
-    return Outcome(RunId(result.run), result.state, Outputs(result.outputs), result.errors)
+    memory = result.memory if isinstance(result, Delivered) else None
+    return Outcome(RunId(result.run), result.state, Outputs(result.outputs, memory), result.errors)
 
 
 def _event(message: m.FromDaemon) -> m.Accepted | m.Update | Outcome:
@@ -180,13 +196,14 @@ def _done(message: m.FromDaemon) -> None:
 class Wire:
     """The bytes of a connection, whoever moves them: numbers and encodes requests, cuts and decodes answers."""
 
-    __slots__ = ("_decoder", "_max_bytes", "_numbers", "_splitter")
+    __slots__ = ("_decoder", "_fds", "_max_bytes", "_numbers", "_splitter")
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._splitter = FrameSplitter(MAX_ANSWER_BYTES)
         self._decoder = msgspec.msgpack.Decoder(m.FromDaemon)
         self._max_bytes = 1 << 16
+        self._fds: deque[int] = deque()  # that came, in the order of the answers they belong to
 
     def hello(self) -> bytes:
         return frame(msgspec.msgpack.encode(m.ClientHello((m.VERSION,), f"hexrt {hexrt.__version__}")))
@@ -194,30 +211,69 @@ class Wire:
     def welcome(self, message: m.FromDaemon) -> None:
         self._max_bytes = _expect(m.Welcome, message).max_frame_bytes
 
-    def request(self, call: Call[Any]) -> tuple[int, bytes]:
-        """The number and the frame. Raises BadRequest where the request cannot be sent."""
+    def request(self, call: Call[Any]) -> tuple[int, bytearray, int]:
+        """The number, the frame, and the file descriptor that goes with its first byte, to be closed once sent; -1 for none.
+
+        Raises BadRequest where the request cannot be sent.
+        """
         number = next(self._numbers)
         request = call.request(number)
+        data, fd = bytearray(HEADER.size), -1
+        if isinstance(request, m.Submit):
+            request, fd = _packed(request)
         try:
-            body = values.encode(request)
-        except TaskFailed as error:
-            if isinstance(request, m.Submit):
-                check_sendable(request.workflow)
-            raise BadRequest(error.message, "workflow") from None
-        if len(body) > self._max_bytes:
-            raise BadRequest(
-                f"the request has {len(body)} bytes and hexrtd takes {self._max_bytes} (limits.max_frame_mib)"
-            )
-        return number, frame(body)
+            _encoder.encode_into(request, data, HEADER.size)
+            size = len(data) - HEADER.size
+            if size > self._max_bytes:
+                text = f"the request has {size} bytes and hexrtd takes {self._max_bytes} (limits.max_frame_mib)"
+                raise BadRequest(text)
+        except BaseException:
+            close_all((fd,))
+            raise
+        HEADER.pack_into(data, 0, size)
+        return number, data, fd
 
-    def answers(self, data: bytes) -> Iterator[tuple[int | None, m.FromDaemon]]:
-        """The messages that `data` completes, with the request they belong to, None for all. Raises Disconnected at nonsense."""
+    def answers(self, data: bytes, fds: Iterable[int] = ()) -> Iterator[tuple[int | None, m.FromDaemon]]:
+        """The messages that `data` completes, with the request they belong to, None for all. Raises Disconnected at nonsense.
+
+        `fds` came with `data`, and are closed by this object.
+        """
+        self._fds.extend(fds)
         try:
             for body in self._splitter.feed(data):
                 message = self._decoder.decode(body)
+                if isinstance(message, m.RunResult) and message.tensors:
+                    message = self._delivered(message)
                 yield getattr(message, "request", None), message
         except (msgspec.MsgspecError, RecursionError, BadRequest) as error:
             raise Disconnected(f"what answers is no hexrtd of this version ({error})") from None
+
+    def _delivered(self, result: m.RunResult) -> Delivered:
+        if not self._fds:
+            raise Disconnected(
+                "a result came without the memory of its tensors: too many files may be open in this process"
+            )
+        memory = Received(self._fds.popleft(), result.tensors)
+        return Delivered(
+            result.request, result.run, result.state, result.outputs, result.errors, result.tensors, memory=memory
+        )
+
+    def close(self) -> None:
+        """Lets go of what came and belongs to no answer."""
+        close_all(self._fds)
+        self._fds.clear()
+
+
+def _packed(request: m.Submit) -> tuple[m.Submit, int]:
+    """The same with its workflow encoded and its large arrays in a memfd, the caller's to close; -1 where there is none. Raises BadRequest."""
+    gathered = Gathered()
+    try:
+        raw = msgspec.Raw(msgspec.msgpack.Encoder(enc_hook=gathered.hook).encode(request.workflow))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        check_sendable(request.workflow)
+        raise BadRequest(f"the value cannot be sent: {error}", "workflow") from None
+    tensors, fd = gathered.pack() if gathered else ((), -1)
+    return msgspec.structs.replace(request, workflow=raw, tensors=tensors), fd
 
 
 def unreachable(path: Path, error: OSError) -> NoReturn:

@@ -6,9 +6,8 @@ mapped and read at any time. Promises nothing about what the bytes say.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import itertools
-import mmap
 import os
 import socket
 from array import array
@@ -17,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from hexrt.errors import BadRequest
+from hexrt.memory.arena import check_sealed, map_fd
 from hexrt.protocol.messages import RunResult, Tensor
 
 MOST_CLIENT_HANDLE = 2**32 - 1
-SEALS = {fcntl.F_SEAL_SHRINK: "SHRINK", fcntl.F_SEAL_GROW: "GROW", fcntl.F_SEAL_WRITE: "WRITE"}
 
 
 ANCILLARY_BYTES = socket.CMSG_LEN(4)
@@ -30,6 +29,18 @@ ANCILLARY_BYTES = socket.CMSG_LEN(4)
 def rights(fd: int) -> tuple[int, int, bytes]:
     """The ancillary data that sends `fd` along."""
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", (fd,)).tobytes()
+
+
+def receive(sock: socket.socket, size: int) -> tuple[bytes, tuple[int, ...]]:
+    """What came, and the file descriptor that came with it, if any, the caller's to close. Raises OSError, and where one was lost."""
+    data, ancillary, flags, _ = sock.recvmsg(size, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    if not ancillary and not flags & socket.MSG_CTRUNC:
+        return data, ()
+    fds = received_fds(ancillary)
+    if flags & socket.MSG_CTRUNC:
+        close_all(fds)
+        raise OSError(errno.EMFILE, "a file descriptor was lost: this process may have no more files open")
+    return data, fds
 
 
 def received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
@@ -78,7 +89,7 @@ class ClientMemory:
         """The read-only bytes of a tensor, valid as long as the view is kept. To be asked for before `take`. Raises KeyError."""
         tensor = self.tensors[handle]
         if self._view is None:
-            self._view = memoryview(mmap.mmap(self._fd, self.bytes, mmap.MAP_PRIVATE, mmap.PROT_READ))
+            self._view = map_fd(self._fd, self.bytes, False)
         return self._view[tensor.offset : tensor.offset + tensor.bytes]
 
     def close(self) -> None:
@@ -91,24 +102,15 @@ class ClientMemory:
 def client_memory(fd: int, tensors: tuple[Tensor, ...]) -> ClientMemory:
     """Takes over `fd`, which it closes where it raises BadRequest: no sealed memfd, or a tensor that does not lie in it by itself."""
     try:
-        size = _sealed_bytes(fd)
+        size = check_sealed(fd, 1)
         _check_ranges(tensors, size)
         return ClientMemory(fd, size, {tensor.handle: tensor for tensor in tensors})
+    except BadRequest as error:
+        os.close(fd)
+        raise BadRequest(error.message, error.where or "tensors") from None
     except BaseException:
         os.close(fd)
         raise
-
-
-def _sealed_bytes(fd: int) -> int:
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        raise BadRequest("the file descriptor is no memfd: make one with memfd_create", "tensors") from None
-    missing = [name for seal, name in SEALS.items() if not seals & seal]
-    if missing:
-        text = f"the memfd is not sealed against {', '.join(missing)}: F_ADD_SEALS, once no writable mapping is left"
-        raise BadRequest(text, "tensors")
-    return os.fstat(fd).st_size
 
 
 def _check_ranges(tensors: tuple[Tensor, ...], size: int) -> None:

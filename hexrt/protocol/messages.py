@@ -186,7 +186,7 @@ class RunList(Message, tag="run_list"):
     runs: tuple[RunSummary, ...]
 
 
-class RunResult(Message, tag="run_result"):
+class RunResult(Message, frozen=True, tag="run_result"):
     """`outputs` by name: msgpack values of hexrt.values. Failed and skipped steps are in `errors` by step id."""
 
     request: int
