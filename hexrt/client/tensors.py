@@ -10,7 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -89,6 +89,9 @@ class SharedArray:
         if self.sealed:
             raise ValueError("this SharedArray was sent, and so cannot be written any more: make a new one")
         self.array[key] = value
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__array__())
 
     def __len__(self) -> int:
         return int(self.shape[0])

@@ -7,8 +7,8 @@
     w.output("answers", answers)
     workflow = w.build()
 
-Literals are copied when a step is added; arrays become the tensor extension then, so that what `build` returns can be encoded
-by any msgpack encoder. Checks names and types of fields; whether the graph makes sense is `check`'s to say.
+Literals are copied when a step is added, and small arrays become the tensor extension then. Large ones are kept as they are, so that they
+go to the daemon without a further copy: they must not change until the workflow was submitted, and `values.encode` encodes them. Checks names and types of fields; whether the graph makes sense is `check`'s to say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from hexrt.errors import BadRequest
-from hexrt.values import is_array, tensor
+from hexrt.values import DESCRIPTOR, is_array, tensor
 from hexrt.workflow.fields import field_error, place, quoted
 from hexrt.workflow.model import ITEM as ITEM_KEY
 from hexrt.workflow.model import REF, StepSpec, Workflow
@@ -183,7 +183,7 @@ class WorkflowBuilder:
         return reference.written()
 
     def _literal(self, value: Any, prefix: str, at: Path) -> Any:
-        """A copy of `value` in plain data, references written out and arrays as tensors."""
+        """A copy of `value` in plain data, references written out and small arrays as tensors."""
         if value is None or type(value) in _PLAIN:
             return value
         if isinstance(value, enum.Enum):
@@ -200,7 +200,8 @@ class WorkflowBuilder:
             return bytes(value)
         try:
             if is_array(value):
-                return tensor(value)
+                found = tensor(value, lambda _: 1)
+                return value if isinstance(found, msgspec.msgpack.Ext) and found.code == DESCRIPTOR else found
         except (TypeError, ValueError, RuntimeError) as error:
             raise BadRequest(str(error), place(prefix, at)) from None
         raise BadRequest(
