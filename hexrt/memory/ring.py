@@ -9,9 +9,9 @@ prevented: they are its bytes, to be checked as any input is. Layout and states:
 from __future__ import annotations
 
 import mmap
+import os
 import select
 import time
-from array import array
 
 import msgspec
 
@@ -31,7 +31,7 @@ from hexrt.memory.ring_memory import (
     READER_WAITS,
     RELEASED,
     REORDERS,
-    SERIAL,
+    SERIAL_SHIFT,
     STATE,
     WRITER_WAITS,
     Ring,
@@ -42,6 +42,9 @@ from hexrt.memory.ring_memory import (
 
 __all__ = ["Ring", "RingWriter", "WriteSlot", "RingStatistics", "RingReader", "ReadSlot", "wake_fd"]
 
+SPIN_NS = 50_000
+FILLING = -1  # no word of the table is that
+
 
 class WriteSlot(msgspec.Struct, eq=False, gc=False):
     """A slot to be filled. `offset` counts from the start of the memfd; the view is the writer's until commit or abort."""
@@ -50,6 +53,7 @@ class WriteSlot(msgspec.Struct, eq=False, gc=False):
     offset: int
     bytes: int
     view: memoryview
+    free_word: int = FILLING  # what its word is once the reader has released it
 
 
 class ReadSlot(msgspec.Struct, eq=False, gc=False):
@@ -83,46 +87,40 @@ class RingWriter(RingEnd):
         self._freed_fd = freed_fd
         self.capacity_bytes = (self.bytes - self.data_start) // ALIGNMENT * ALIGNMENT
         self._gaps = Gaps(self.data_start, self.capacity_bytes)
-        self._held: dict[int, tuple[int, int]] = {}  # slot -> start and size, the oldest first
-        self._filling: set[int] = set()
+        self._held: dict[int, WriteSlot] = {}  # the oldest first
         self._released = self._words[RELEASED]
         self._serial = self._words[COMMITTED]
-        self._free_words = array(
-            "Q", self._words[FIRST : FIRST + self._slots * LINE : LINE]
-        )  # its word when it is free
-        if any(self._free_words):
-            self._take_over()
+        self._take_over()
         self._free = [slot for slot in range(self._slots - 1, -1, -1) if slot not in self._held]  # a stack
 
     def _take_over(self) -> None:
         words = self._words
-        for slot, word in enumerate(self._free_words):
+        for slot in range(self._slots):
             line = FIRST + slot * LINE
-            self._serial = max(self._serial, words[line + SERIAL])
-            self._free_words[slot] = word & ~STATE
+            word = words[line]
+            self._serial = max(self._serial, word >> SERIAL_SHIFT)
             if word & STATE != FREE:
-                start, size = words[line + OFFSET], _rounded(words[line + BYTES])
-                if start % ALIGNMENT or not self._gaps.take_at(start, size):
+                start, size = words[line + OFFSET], words[line + BYTES]
+                if start % ALIGNMENT or not self._gaps.take_at(start, _rounded(size)):
                     raise BadRequest("what an earlier writer left in this ring cannot be")
-                self._held[slot] = start, size
+                self._held[slot] = WriteSlot(slot, start, size, memoryview(b""), word & ~STATE)
 
     def reserve_nowait(self, size: int) -> WriteSlot | None:
         """A slot of `size` bytes at the lowest address that has room; None while there is none, and always above `capacity_bytes`."""
-        rounded = _rounded(size)
         released = self._words[RELEASED]
         if released != self._released:
             self._take_back(released - self._released)
             self._released = released
-        start = self._gaps.take(rounded) if len(self._held) < self.most else -1
+        held = self._held
+        start = self._gaps.take(_rounded(size)) if len(held) < self.most else -1
         if start < 0:
-            self._take_back(len(self._held))  # a reader that was killed may have freed one without counting it
-            start = self._gaps.take(rounded) if len(self._held) < self.most else -1
+            self._take_back(len(held))  # a reader that was killed may have freed one without counting it
+            start = self._gaps.take(_rounded(size)) if len(held) < self.most else -1
             if start < 0:
                 return None
         slot = self._free.pop()
-        self._held[slot] = start, rounded
-        self._filling.add(slot)
-        return WriteSlot(slot, start, size, self._view[start : start + size])
+        made = held[slot] = WriteSlot(slot, start, size, self._view[start : start + size])
+        return made
 
     def wait_reserve(self, size: int, timeout_s: float) -> WriteSlot:
         """The same, waiting for the reader. Raises OutOfMemory, that says what is held, at the timeout, or at once where waiting is no use."""
@@ -151,19 +149,18 @@ class RingWriter(RingEnd):
 
     def commit(self, slot: WriteSlot) -> None:
         """Publishes the slot and wakes a reader that waits. Its bytes are the reader's from here on."""
-        self._end_filling(slot)
         number = slot.slot
+        if self._held.get(number) is not slot or slot.free_word != FILLING:
+            raise InvariantViolation(f"slot {number} is not being filled")
         words, line = self._words, FIRST + number * LINE
         self._serial = serial = self._serial + 1
+        slot.free_word = free = serial << SERIAL_SHIFT
         words[line + OFFSET] = slot.offset
         words[line + BYTES] = slot.bytes
-        words[line + SERIAL] = serial
         words[FIRST + serial % self._slots * LINE + ORDER] = number
-        free = self._free_words[number] + STATE + 1
-        self._free_words[number] = free
         if REORDERS:
             self._fence()
-        words[line] = free + FILLED - FREE
+        words[line] = free | FILLED
         words[COMMITTED] = serial
         if self._filled_fd >= 0:
             self._fence()
@@ -172,35 +169,33 @@ class RingWriter(RingEnd):
 
     def abort(self, slot: WriteSlot) -> None:
         """Gives back a slot that was reserved and shall not be read."""
-        self._end_filling(slot)
-        self._give_back(slot.slot)
-
-    def _end_filling(self, slot: WriteSlot) -> None:
-        if slot.slot not in self._filling or self._held[slot.slot][0] != slot.offset:
+        if self._held.get(slot.slot) is not slot or slot.free_word != FILLING:
             raise InvariantViolation(f"slot {slot.slot} is not being filled")
-        self._filling.remove(slot.slot)
+        self._give_back(slot)
 
     def _take_back(self, most: int) -> None:
         """Takes back what the reader has released, the oldest first, up to `most` slots."""
-        words, free_words, filling = self._words, self._free_words, self._filling
-        found: list[int] = []
-        for slot in self._held:
-            if words[FIRST + slot * LINE] == free_words[slot] and slot not in filling:
+        words = self._words
+        found: list[WriteSlot] = []
+        for slot in self._held.values():
+            if words[FIRST + slot.slot * LINE] == slot.free_word:
                 found.append(slot)
                 if len(found) == most:
                     break
         for slot in found:
             self._give_back(slot)
 
-    def _give_back(self, slot: int) -> None:
-        self._gaps.give(*self._held.pop(slot))
-        self._free.append(slot)
+    def _give_back(self, slot: WriteSlot) -> None:
+        del self._held[slot.slot]
+        self._gaps.give(slot.offset, _rounded(slot.bytes))
+        self._free.append(slot.slot)
 
     def statistics(self) -> RingStatistics:
         self._take_back(len(self._held))
-        states = [self._words[FIRST + slot * LINE] & STATE for slot in self._held if slot not in self._filling]
+        held = self._held.values()
+        states = [self._words[FIRST + slot.slot * LINE] & STATE for slot in held if slot.free_word != FILLING]
         return RingStatistics(
-            self.capacity_bytes, sum(size for _, size in self._held.values()), len(self._held), len(self._filling),
+            self.capacity_bytes, sum(_rounded(slot.bytes) for slot in held), len(held), len(held) - len(states),
             states.count(FILLED), states.count(PROCESSING), self._gaps.largest,
         )  # fmt: skip
 
@@ -213,15 +208,17 @@ class RingWriter(RingEnd):
 
     def check_integrity(self) -> None:
         """Raises InvariantViolation unless gaps and held slots make up the data area, and free and held slots the table."""
-        self._gaps.check_integrity(self._held.values())
+        self._gaps.check_integrity((slot.offset, _rounded(slot.bytes)) for slot in self._held.values())
         if sorted([*self._free, *self._held]) != list(range(self._slots)) or len(self._held) > self.most:
             raise InvariantViolation(f"{len(self._free)} slots free and {len(self._held)} held of {self._slots}")
-        if not self._filling <= self._held.keys():
-            raise InvariantViolation(f"slots {sorted(self._filling)} are filled and {sorted(self._held)} held")
+
+    def close(self) -> None:
+        self._held.clear()
+        super().close()
 
 
 def _rounded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+    return (size + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
 
 
 class RingReader(RingEnd):
@@ -243,27 +240,46 @@ class RingReader(RingEnd):
         """The oldest committed record; None where there is none. Raises BadRequest, the slot dropped, where it lies outside the ring."""
         slot = self._find()
         if slot < 0:
-            slot = self._find_again()
-            if slot < 0:
-                return None
-        self._words[READER_WAITS] = 0
-        self._next = self._words[FIRST + slot * LINE + SERIAL] + 1
-        return self.accept(slot)
+            if self._filled_fd >= 0:
+                drain(self._filled_fd)
+            slot = self._ask_and_find()
+        return self._take(slot) if slot >= 0 else None
 
     def wait_take(self, timeout_s: float) -> ReadSlot | None:
-        """The same, waiting for the writer; None at the timeout."""
-        taken = self.take_nowait()
-        if taken is not None or timeout_s <= 0:
-            return taken
+        """The same, waiting for the writer; None at the timeout.
+
+        Before it sleeps it looks again for SPIN_NS, yielding the processor each time: an answer of a quick peer needs no wake-up then.
+        """
+        slot = self._find()
+        if slot < 0 and timeout_s > 0:
+            awake_ns = time.monotonic_ns() + SPIN_NS
+            while slot < 0 and time.monotonic_ns() < awake_ns:
+                os.sched_yield()
+                slot = self._find()
+        if slot < 0:
+            slot = self._ask_and_find()
+        if slot < 0 and timeout_s > 0:
+            slot = self._sleep(timeout_s)
+        return self._take(slot) if slot >= 0 else None
+
+    def _sleep(self, timeout_s: float) -> int:
         if self._filled_fd < 0:
             raise InvariantViolation("nobody wakes this reader")
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self._filled_fd, select.POLLIN)
-        while taken is None and (left_s := deadline - time.monotonic()) > 0:
-            poll.poll(left_s * 1e3)
-            taken = self.take_nowait()
-        return taken
+        slot = -1
+        while slot < 0 and (left_s := deadline - time.monotonic()) > 0:
+            if poll.poll(left_s * 1e3):
+                drain(self._filled_fd)
+            slot = self._ask_and_find()
+        return slot
+
+    def _take(self, slot: int) -> ReadSlot:
+        words = self._words
+        words[READER_WAITS] = 0
+        self._next = (words[FIRST + slot * LINE] >> SERIAL_SHIFT) + 1
+        return self.accept(slot)
 
     def accept(self, slot: int) -> ReadSlot:
         """The record in a slot that a message names. Raises BadRequest where none was committed there, or where it lies outside the ring."""
@@ -324,8 +340,7 @@ class RingReader(RingEnd):
         words = self._words
         slot = words[FIRST + self._next % self._slots * LINE + ORDER]
         if slot < self._slots:
-            line = FIRST + slot * LINE
-            if words[line + SERIAL] == self._next and words[line] & STATE == FILLED and slot not in self._held:
+            if words[FIRST + slot * LINE] == self._next << SERIAL_SHIFT | FILLED and slot not in self._held:
                 return slot
         return self._find_oldest() if words[COMMITTED] >= self._next else -1
 
@@ -335,18 +350,16 @@ class RingReader(RingEnd):
         oldest, found = words[COMMITTED] + 1, -1
         self._fence()
         for slot in range(self._slots):
-            line = FIRST + slot * LINE
-            if words[line] & STATE == FILLED and slot not in self._held:
-                serial = words[line + SERIAL]
+            word = words[FIRST + slot * LINE]
+            if word & STATE == FILLED and slot not in self._held:
+                serial = word >> SERIAL_SHIFT
                 if found < 0 or serial < oldest:
                     oldest, found = serial, slot
         self._next = oldest
         return found
 
-    def _find_again(self) -> int:
+    def _ask_and_find(self) -> int:
         """Asks to be woken, and finds what was committed just before that."""
         self._words[READER_WAITS] = 1
-        if self._filled_fd >= 0:
-            drain(self._filled_fd)
         self._fence()
         return self._find()

@@ -1,7 +1,7 @@
 """The memory of a ring: its memfd, where its words are, and what both of its ends do with them.
 
     header            3 lines of 64 bytes: what never changes | the writer's words | the reader's words
-    a line a slot     state and generation | offset | bytes | serial | which slot has the serial that is this line's number modulo slots
+    a line a slot     serial and state | offset | bytes | which slot has the serial that is this line's number modulo slots
     data              from a page boundary to the end; slots start at multiples of 64
 
         FREE --writer: commit--> FILLED --reader: take, accept--> PROCESSING --reader: release--> FREE
@@ -29,7 +29,10 @@ REORDERS = os.uname().machine != "x86_64"
 """Whether a store may be seen before an earlier one, or a load be done before; x86-64 only lets a load pass an earlier store."""
 
 FREE, FILLED, PROCESSING = range(3)
-STATE = 0xFF  # of a state word; the generation, which grows with each commit, is above it
+STATE, SERIAL_SHIFT = (
+    0xFF,
+    8,
+)  # of a slot's first word; the serial of its last commit, counted from 1, is above its state
 
 # Words of the header.
 KIND, SLOTS, MOST = 0, 1, 2
@@ -37,7 +40,7 @@ COMMITTED, WRITER_WAITS = 8, 9  # the newest serial; the writer wants to be woke
 RELEASED, READER_WAITS = 16, 17  # how many slots were given back; the reader wants to be woken by a commit
 FIRST = 24  # the first slot's line
 LINE = 8
-OFFSET, BYTES, SERIAL, ORDER = 1, 2, 3, 4  # in a slot's line
+OFFSET, BYTES, ORDER = 1, 2, 3  # in a slot's line
 
 
 def data_start(slots: int) -> int:
