@@ -11,42 +11,50 @@ from collections.abc import Iterable
 from ctypes import memmove, memset
 from time import monotonic_ns
 
-from hexrt.devices.places import Places, address_of, anonymous
+from hexrt.devices.places import Mapped, Places, address_of, anonymous
 from hexrt.errors import HexrtError
 from hexrt.protocol.host import Copied, Copy, CopyFault, Piece
 
-SPLIT_BYTES = 8 << 20
-"""Most bytes moved by one call. Between two calls a host that is told to stop can stop; shorter ones cost speed."""
-PROBE_BYTES = 4 << 20
+PROBE_BYTES = 8 << 20
 PROBE_ROUNDS = 3
 
 
 def carry_out(places: Places, message: Copy) -> Copied:
     """All pieces in order. The pages of a piece that lies outside its places are faults, the other pieces are copied all the same."""
     start = monotonic_ns()
+    known: dict[
+        int, Mapped
+    ] = {}  # kept to the end, so that a place unmapped meanwhile does not go away under the bytes
     faults: list[CopyFault] = []
     moved = first = 0
     for piece in message.pieces:
-        try:
-            moved += _move(places, piece)
-        except HexrtError as error:
-            faults += _faults(first, piece, error)
-        first += max(0, piece.pages)
+        source, target, size = known.get(piece.source), known.get(piece.target), piece.page_bytes * piece.pages
+        if source is None or target is None or not _fits(piece, source, target, size):
+            try:
+                source, target = known[piece.source], known[piece.target] = _find(places, piece, size)
+            except HexrtError as error:
+                faults += _faults(first, piece, error)
+                first += max(0, piece.pages)
+                continue
+        memmove(target.address + piece.target_offset, source.address + piece.source_offset, size)
+        moved += size
+        first += piece.pages
     return Copied(message.command, start, monotonic_ns(), moved, (), tuple(faults))
 
 
-def _move(places: Places, piece: Piece) -> int:
-    size = piece.page_bytes * piece.pages
-    # Kept until the bytes are over, so that a place unmapped meanwhile does not go away under them.
-    _held = (places.view(piece.source), places.view(piece.target))
-    source = places.address(piece.source, piece.source_offset, size)
-    target = places.address(piece.target, piece.target_offset, size, write=True)
-    if size <= SPLIT_BYTES or abs(source - target) < size:  # what overlaps must move in one go
-        memmove(target, source, size)
-        return size
-    for at in range(0, size, SPLIT_BYTES):
-        memmove(target + at, source + at, min(SPLIT_BYTES, size - at))
-    return size
+def _fits(piece: Piece, source: Mapped, target: Mapped, size: int) -> bool:
+    return (
+        0 <= piece.source_offset <= piece.source_offset + size <= source.bytes
+        and 0 <= piece.target_offset <= piece.target_offset + size <= target.bytes
+        and target.writable
+    )
+
+
+def _find(places: Places, piece: Piece, size: int) -> tuple[Mapped, Mapped]:
+    """Both ends of a piece; raises what `Places` raises where one is not there, too small, or not to be written."""
+    places.address(piece.source, piece.source_offset, size)
+    places.address(piece.target, piece.target_offset, size, write=True)
+    return places.get(piece.source), places.get(piece.target)
 
 
 def _faults(first: int, piece: Piece, error: HexrtError) -> Iterable[CopyFault]:

@@ -20,9 +20,12 @@ MAP_NORESERVE = 0x4000  # the area is put over by the file's mapping, so nothing
 
 
 @dataclass(frozen=True, slots=True)
-class _Mapped:
+class Mapped:
+    """A place whole. Whoever keeps it keeps the memory: `address` is good even after the place is unmapped."""
+
     memory: memoryview  # of bytes; read-only where the host may not write
     address: int
+    bytes: int
     writable: bool
 
 
@@ -30,7 +33,7 @@ class Places:
     def __init__(self) -> None:
         self.own_ring: int | None = None
         """The place of the ring that this host puts its outputs in, once the daemon has mapped one."""
-        self._places: dict[int, _Mapped] = {}
+        self._places: dict[int, Mapped] = {}
 
     def __contains__(self, place: int) -> bool:
         return place in self._places
@@ -60,42 +63,44 @@ class Places:
         if place == self.own_ring:
             self.own_ring = None
 
+    def get(self, place: int) -> Mapped:
+        """Raises NotFound for a place that is not mapped."""
+        try:
+            return self._places[place]
+        except KeyError:
+            raise NotFound(f"no place {place} is mapped") from None
+
     def view(self, place: int, offset: int = 0, length: int | None = None) -> memoryview:
         """`length` bytes from `offset` on, without it all that follow; valid as long as it is kept.
 
         Raises NotFound for a place that is not mapped, InvariantViolation for a range outside.
         """
-        memory = self._get(place).memory
-        end = len(memory) if length is None else offset + length
-        self._check(place, offset, end)
-        return memory[offset:end]
+        mapped = self.get(place)
+        end = mapped.bytes if length is None else offset + length
+        _check(mapped, place, offset, end)
+        return mapped.memory[offset:end]
 
     def address(self, place: int, offset: int, length: int, write: bool = False) -> int:
         """Where those bytes begin in this process; raises as `view` does, and where `write` is not allowed. Valid until the place is unmapped."""
-        mapped = self._get(place)
-        self._check(place, offset, offset + length)
+        mapped = self.get(place)
+        _check(mapped, place, offset, offset + length)
         if write and not mapped.writable:
             raise InvariantViolation(f"place {place} is mapped for reading alone")
         return mapped.address + offset
 
     def size(self, place: int) -> int:
         """Its bytes. Raises NotFound."""
-        return len(self._get(place).memory)
+        return self.get(place).bytes
 
     def _put(self, place: int, memory: mmap.mmap, writable: bool) -> None:
         view = memoryview(memory)
-        self._places[place] = _Mapped(view if writable else view.toreadonly(), address_of(memory), writable)
+        view = view if writable else view.toreadonly()
+        self._places[place] = Mapped(view, address_of(memory), len(view), writable)
 
-    def _get(self, place: int) -> _Mapped:
-        try:
-            return self._places[place]
-        except KeyError:
-            raise NotFound(f"no place {place} is mapped") from None
 
-    def _check(self, place: int, offset: int, end: int) -> None:
-        size = len(self._places[place].memory)
-        if not 0 <= offset <= end <= size:
-            raise InvariantViolation(f"bytes {offset} to {end} are outside place {place}, which has {size}")
+def _check(mapped: Mapped, place: int, offset: int, end: int) -> None:
+    if not 0 <= offset <= end <= mapped.bytes:
+        raise InvariantViolation(f"bytes {offset} to {end} are outside place {place}, which has {mapped.bytes}")
 
 
 def address_of(memory: mmap.mmap) -> int:
