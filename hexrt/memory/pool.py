@@ -1,150 +1,395 @@
-"""Frames of one tier and the page tables over them: who holds what, counted.
+"""Logical pages over the tiers of one machine: where their copies lie, who counts on them, and what may be evicted.
 
-Owns the free frames, a reference count a frame, and one page table a sequence. Knows nothing of what the frames hold, and moves no
-bytes. Used by one owner (the daemon's LLM engine state); every method either does the whole of what it says or changes nothing. Pure.
+Owns the tiers' frames, the table of pages and every open move. It decides nothing by itself (`plan` proposes, the keeper chooses) and moves no
+bytes: a move is begun (its target frames are reserved), carried out by a host, and then committed or aborted; between the two its pages are
+neither evicted nor moved. One owner, the daemon's loop; every method does the whole of what it says or changes nothing. Pure.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 
-import msgspec
-
-from hexrt.core import SequenceId
 from hexrt.errors import InvariantViolation, OutOfMemory
+from hexrt.memory import audit
+from hexrt.memory.columns import DEAD, Level, Page, PageState
+from hexrt.memory.copies import Copies
+from hexrt.memory.frames import GRANULE
+from hexrt.memory.lru import NEVER, Lru, NextUse, Policy
+from hexrt.memory.tiers import NO_PAGE, NOWHERE, Hop, Move, PageClass, Tier, TierStatistics
+
+__all__ = [
+    "GRANULE", "NEVER", "NOWHERE", "Hop", "Level", "Lru", "Move", "NextUse", "Page", "PagePool", "PageState", "Policy",
+    "Tier", "TierStatistics",
+]  # fmt: skip
+
+_NO_SUMS: Mapping[Page, int] = MappingProxyType({})
+_ALL = 0b111
+_NOBODY: frozenset[Page] = frozenset()
 
 
-class PoolStatistics(msgspec.Struct, frozen=True):
-    frames: int
-    free: int
-    held: int
-    shared: int  # held by more than one table
-    tables: int
+class PagePool(Copies):
+    def __init__(self, policy: Policy | None = None) -> None:
+        super().__init__(policy)
+        self._numbers = 0
+        self._unknown = self.policy.bucket(None)
 
+    # --- making pages -----------------------------------------------------------------------------------------------
 
-@dataclass(eq=False, slots=True)
-class _Table:
-    frames: array[int]
-    version: int = 1  # grows with every change of an entry that was there
+    def create(self, cls: int, count: int, span: int = 1) -> array[Page]:
+        """New pages of `span` contiguous frames: RESIDENT at the top, no copy below, one reference and one pin each.
 
-
-def _column(values: Iterable[int]) -> array[int]:
-    return array("I", values)
-
-
-class PagePool:
-    """`frames` frames of `page_tokens` tokens each. The lowest free frame that was never held goes first, then the last one freed."""
-
-    __slots__ = ("_counts", "_free", "_shared", "_tables", "frames", "page_tokens")
-
-    def __init__(self, frames: int, page_tokens: int) -> None:
-        if frames < 1 or page_tokens < 1:
-            raise InvariantViolation(f"a pool of {frames} frames of {page_tokens} tokens")
-        self.frames = frames
-        self.page_tokens = page_tokens
-        self._free = _column(range(frames - 1, -1, -1))  # a stack
-        self._counts = _column((0,)) * frames
-        self._shared = 0
-        self._tables: dict[SequenceId, _Table] = {}
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def pages_of(self, tokens: int) -> int:
-        """Pages that `tokens` tokens fill, the last one perhaps in part."""
-        return -(-tokens // self.page_tokens)
-
-    def can_allocate(self, pages: int) -> bool:
-        return 0 <= pages <= len(self._free)
-
-    def allocate(self, sequence: SequenceId, pages: int) -> tuple[int, ...]:
-        """Appends `pages` new frames to the sequence's table, which is made if there was none, and returns them.
-
-        Raises OutOfMemory, with nothing changed, where fewer are free.
+        Raises OutOfMemory, with nothing changed, where the top tier has not the frames for all of them.
         """
-        if not self.can_allocate(pages):
-            raise OutOfMemory(f"{pages} pages are needed and {len(self._free)} of {self.frames} are free", "pages")
-        table = self._tables.setdefault(sequence, _Table(_column(())))
-        taken = self._free[len(self._free) - pages :]
-        del self._free[len(self._free) - pages :]
-        taken.reverse()
-        for frame in taken:
-            self._counts[frame] = 1
-        table.frames.extend(taken)
-        return tuple(taken)
+        record = self.classes[cls]
+        frames = self._allocate(record, record.level, (span,) * count)
+        columns, level = self.columns, record.level
+        columns.reserve(count)
+        pages = array("I")
+        for frame in frames:
+            page = columns.take(cls, span, self._unknown)
+            columns.refs[page] = columns.pins[page] = 1
+            columns.state[page] = PageState.RESIDENT.value
+            self._set_copy(record, page, level, frame)
+            pages.append(page)
+        self.tiers[record.top].pinned += count
+        return pages
 
-    def share(self, source: SequenceId, target: SequenceId, pages: int) -> tuple[int, ...]:
-        """Makes the table of `target`, a new sequence, out of the first `pages` entries of `source`; the frames are counted twice then."""
-        table = self._table(source)
-        if target in self._tables or not 0 <= pages <= len(table.frames):
-            raise InvariantViolation(f"cannot share {pages} of {len(table.frames)} pages of {source} with {target}")
-        shared = table.frames[:pages]
-        for frame in shared:
-            self._counts[frame] += 1
-            self._shared += self._counts[frame] == 2
-        self._tables[target] = _Table(shared)
-        return tuple(shared)
+    def adopt(self, cls: int, span: int = 1) -> tuple[Page, Move]:
+        """A new page that is filled from outside: LOADING, one reference and one pin; its only hop comes from NOWHERE. Raises OutOfMemory."""
+        record = self.classes[cls]
+        return self._new_in_move(record, span, (NOWHERE, 0))
 
-    def truncate(self, sequence: SequenceId, pages: int) -> None:
-        """Drops the entries after the first `pages` of the table."""
-        table = self._table(sequence)
-        if pages < len(table.frames):
-            self._drop(table.frames[pages:])
-            del table.frames[pages:]
-            table.version += 1
+    def cow(self, page: Page) -> tuple[Page, Move]:
+        """A private copy of a RESIDENT page in a new one: LOADING, one reference and one pin. The source stays pinned until the move's end.
 
-    def release(self, sequence: SequenceId) -> None:
-        """Drops the table; frames that no other table holds are free at once."""
-        self._drop(self._table(sequence).frames)
-        del self._tables[sequence]
+        Raises OutOfMemory. Where the move fails, the new page stays, lost.
+        """
+        record = self.classes[self._cls(page)]
+        if not self.columns.copies[page] >> record.level & 1:
+            raise InvariantViolation(f"what is to be copied is not at the top: {self.story(page)}")
+        new, move = self._new_in_move(
+            record, self.columns.span[page], (record.top, self.offset(page, record.level)), page
+        )
+        self.pin((page,))
+        return new, move
 
-    def reclaimable(self, sequences: Iterable[SequenceId]) -> int:
-        """How many frames would become free if all of `sequences` were released."""
-        held = Counter(frame for sequence in sequences for frame in self._table(sequence).frames)
-        return sum(self._counts[frame] == count for frame, count in held.items())
+    def _new_in_move(
+        self, record: PageClass, span: int, source: tuple[int, int], copy_of: Page = NO_PAGE
+    ) -> tuple[Page, Move]:
+        (frame,) = self._allocate(record, record.level, (span,))
+        columns = self.columns
+        columns.reserve(1)
+        page = columns.take(record.number, span, self._unknown)
+        columns.refs[page] = columns.pins[page] = 1
+        self.tiers[record.top].pinned += 1
+        columns.to(page, PageState.LOADING)
+        hop = Hop(page, source, (record.top, frame * record.page_bytes), span * record.page_bytes)
+        return page, self._open((hop,), record.level, copy_of)
 
-    def __contains__(self, sequence: SequenceId) -> bool:
-        return sequence in self._tables
+    def _allocate(self, record: PageClass, level: Level, spans: Sequence[int]) -> Sequence[int]:
+        """A first frame for each span, ascending where they are equal."""
+        tier = self.tiers[record.tiers[level]]
+        if tier.closed:
+            raise OutOfMemory(f"{tier.name} takes no pages: {tier.degraded}", "pages")
+        space, frame_class = tier.space, record.frame_classes[level]
+        if all(span == 1 for span in spans):
+            return space.allocate(frame_class, len(spans))
+        return space.allocate_runs(frame_class, spans)
 
-    def sequences(self) -> set[SequenceId]:
-        """Those that have a page table."""
-        return set(self._tables)
+    # --- counting ---------------------------------------------------------------------------------------------------
 
-    def table(self, sequence: SequenceId) -> tuple[int, ...]:
-        return tuple(self._table(sequence).frames)
+    def share(self, pages: Iterable[Page]) -> None:
+        """One reference more to each."""
+        for page in pages:
+            self._cls(page)
+            self.columns.refs[page] += 1
 
-    def version(self, sequence: SequenceId) -> int:
-        return self._table(sequence).version
+    def release(self, pages: Iterable[Page]) -> None:
+        """One reference less to each. A page with no reference, pin or move is gone, and its number may be used again."""
+        columns = self.columns
+        for page in pages:
+            self._cls(page)
+            if not columns.refs[page]:
+                raise InvariantViolation(f"released too often: {self.story(page)}")
+            columns.refs[page] -= 1
+            if not columns.refs[page] and not columns.pins[page] and not columns.moves[page]:
+                self._forget(page)
 
-    def _table(self, sequence: SequenceId) -> _Table:
-        table = self._tables.get(sequence)
-        if table is None:
-            raise InvariantViolation(f"sequence {sequence} has no page table")
-        return table
+    def pin(self, pages: Iterable[Page]) -> None:
+        """A pinned page keeps its place at the top; where it is not there, its copies below stay until it is."""
+        columns = self.columns
+        for page in pages:
+            record = self.classes[self._cls(page)]
+            columns.pins[page] += 1
+            if columns.pins[page] == 1:
+                self.tiers[record.top].pinned += 1
+                self._relink(record, page)
 
-    def _drop(self, frames: array[int]) -> None:
-        for frame in reversed(frames):
-            self._counts[frame] -= 1
-            self._shared -= self._counts[frame] == 1
-            if not self._counts[frame]:
-                self._free.append(frame)
+    def unpin(self, pages: Iterable[Page]) -> None:
+        """Takes one pin off each; the last one counts as a use."""
+        columns = self.columns
+        for page in pages:
+            record = self.classes[self._cls(page)]
+            if not columns.pins[page]:
+                raise InvariantViolation(f"unpinned too often: {self.story(page)}")
+            columns.pins[page] -= 1
+            if columns.pins[page]:
+                continue
+            self.tiers[record.top].pinned -= 1
+            if not columns.refs[page] and not columns.moves[page]:
+                self._forget(page)
+            else:
+                self._relink(record, page, fresh=_ALL)
 
-    def statistics(self) -> PoolStatistics:
-        free = len(self._free)
-        return PoolStatistics(self.frames, free, self.frames - free, self._shared, len(self._tables))
+    def touch(self, pages: Iterable[Page]) -> None:
+        """Counts a use of each page."""
+        columns = self.columns
+        for page in pages:
+            copies = columns.copies[page]
+            for level, lists in enumerate(columns.lists):
+                if copies >> level & 1:
+                    lists.touch(page)
+
+    def set_next_use(self, pages: Iterable[Page], steps: int | None) -> None:
+        """Says how many steps pass until the pages are read again: None is unknown, NEVER never."""
+        bucket, columns = self.policy.bucket(steps), self.columns
+        for page in pages:
+            record = self.classes[self._cls(page)]
+            if columns.bucket[page] != bucket:
+                columns.bucket[page] = bucket
+                self._relink(record, page, fresh=_ALL)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, pages: Iterable[Page]) -> None:
+        """The content at the top changes: copies below are void. The pages must be there, and pinned."""
+        columns = self.columns
+        for page in pages:
+            record = self.classes[self._cls(page)]
+            if not columns.pins[page] or not columns.copies[page] >> record.level & 1:
+                raise InvariantViolation(f"written, but not at the top or not pinned: {self.story(page)}")
+            if columns.moves[page]:
+                self._stale.add(page)
+            elif columns.copies[page] != 1 << record.level:
+                self._void_below(record, page)
+                self._relink(record, page)
+
+    def _void_below(self, record: PageClass, page: Page) -> None:
+        for level in record.below:
+            if level > record.level and self.columns.copies[page] >> level & 1:
+                self._drop_copy(record, page, level)
+
+    # --- moves ------------------------------------------------------------------------------------------------------
+
+    def begin(self, pages: Sequence[Page], level: Level) -> Move:
+        """Reserves a frame at `level` for each page and opens a move there, from the nearest copy above, else the nearest below.
+
+        With a copy at `level` already, the page is relocated to a lower frame of the same tier (its pins must be 0). All hops go between the
+        same two tiers. A page that is pinned or written to before the commit is not relocated after all. Raises OutOfMemory.
+        """
+        if not pages:
+            raise InvariantViolation("a move of no pages")
+        record = self.classes[self._cls(pages[0])]
+        sources = {self._source(page, level) for page in pages}
+        if len(sources) != 1 or len(set(pages)) != len(pages):
+            raise InvariantViolation(f"a move of pages from {sources} with {self.story(pages[0])}")
+        source = sources.pop()
+        if source == level:
+            hops = self._relocation(pages, level)
+        else:
+            hops = self._passage(record, pages, source, level)
+        columns, state = self.columns, PageState.LOADING if level < source else PageState.STORING
+        if level > source:
+            tier = self.tiers[record.tiers[source]]
+            for page in pages:
+                tier.leaving[self.classes[columns.cls[page]].frame_classes[source]] += columns.span[page]
+        for page in pages:
+            columns.to(page, state)
+        return self._open(hops, level)
+
+    def _source(self, page: Page, level: Level) -> Level:
+        record, copies = self.classes[self._cls(page)], self.columns.copies[page]
+        if record.tiers[level] < 0 or not copies or self.columns.moves[page]:
+            raise InvariantViolation(f"cannot be moved to {level.name}: {self.story(page)}")
+        if copies >> level & 1:
+            if self.columns.pins[page]:
+                raise InvariantViolation(f"pinned and relocated: {self.story(page)}")
+            return level
+        above = copies & ((1 << level) - 1)
+        return Level(above.bit_length() - 1 if above else (copies & -copies).bit_length() - 1)
+
+    def _passage(self, record: PageClass, pages: Sequence[Page], source: Level, level: Level) -> tuple[Hop, ...]:
+        """Hops in order of their source, to frames in the same order, so that they make few copies."""
+        columns, classes = self.columns, self.classes
+        cls = record.number
+        if any(columns.cls[page] != cls for page in pages):
+            raise InvariantViolation(f"a move of pages of several classes: {self.story(pages[0])}")
+        place = columns.frames[source]
+        order = sorted(pages, key=place.__getitem__) if len(pages) > 1 else pages
+        frames = self._allocate(record, level, [columns.span[page] for page in order])
+        size, start, end = classes[cls].page_bytes, record.tiers[source], record.tiers[level]
+        return tuple([
+            Hop(page, (start, place[page] * size), (end, frame * size), columns.span[page] * size)
+            for page, frame in zip(order, frames, strict=True)
+        ])  # fmt: skip
+
+    def _relocation(self, pages: Sequence[Page], level: Level) -> tuple[Hop, ...]:
+        """Hops to lower frames, in the order given."""
+        columns = self.columns
+        hops: list[Hop] = []
+        for page in pages:
+            record = self.classes[columns.cls[page]]
+            number, size, span, old = (
+                record.tiers[level],
+                record.page_bytes,
+                columns.span[page],
+                columns.frames[level][page],
+            )
+            frame = self.tiers[number].space.allocate_below(record.frame_classes[level], span, old)
+            if frame < 0:
+                for hop in hops:
+                    other = self.classes[columns.cls[hop.page]]
+                    self._free_target(other, level, hop)
+                raise OutOfMemory(f"no lower frames than {old} are free in {self.tiers[number].name}", "pages")
+            hops.append(Hop(page, (number, old * size), (number, frame * size), span * size))
+        return tuple(hops)
+
+    def _open(self, hops: tuple[Hop, ...], level: Level, copy_of: Page = NO_PAGE) -> Move:
+        self._numbers = number = self._numbers % 0xFFFF_FFFF + 1
+        move = self.moves[number] = Move(number, hops, level, copy_of)
+        columns = self.columns
+        for hop in hops:
+            page = hop.page
+            columns.moves[page] = number
+            for lists in columns.lists:
+                if lists.list_of(page):
+                    lists.remove(page)
+        return move
+
+    def commit(
+        self,
+        move: Move,
+        faults: AbstractSet[Page] = _NOBODY,
+        sums: Mapping[Page, int] = _NO_SUMS,
+        bad_source: bool = False,
+    ) -> None:
+        """The copies are made, but those of `faults`, which lose their source too with `bad_source`. `sums` of pages written to NVME."""
+        self._take_off(move)
+        source, target = move.hops[0].source[0], self.tiers[move.hops[0].target[0]]
+        for hop in move.hops:
+            page, arrived = hop.page, hop.page not in faults
+            if page in sums:
+                self.columns.sums[page] = sums[page]
+            self._end(move, hop, arrived, bad_source and not arrived)
+        count = len(move.hops) - len(faults)
+        size = sum(hop.bytes for hop in move.hops if hop.page not in faults)
+        target.copies_in += count
+        target.bytes_in += size
+        target.faults += len(faults) * (not bad_source)
+        if source >= 0:
+            tier = self.tiers[source]
+            tier.copies_out += count
+            tier.bytes_out += size
+            tier.faults += len(faults) * bad_source
+
+    def abort(self, move: Move) -> None:
+        """As if it had never begun; a page that was to be made by it stays, lost."""
+        self._take_off(move)
+        for hop in move.hops:
+            self._end(move, hop, arrived=False, lose_source=False)
+
+    def _take_off(self, move: Move) -> None:
+        if self.moves.pop(move.number, None) is not move:
+            raise InvariantViolation(f"move {move.number} is not open")
+
+    def _end(self, move: Move, hop: Hop, arrived: bool, lose_source: bool) -> None:
+        page, level, columns = hop.page, move.level, self.columns
+        record = self.classes[columns.cls[page]]
+        columns.moves[page] = 0
+        within = hop.source[0] == hop.target[0] and move.copy_of == NO_PAGE
+        source = NOWHERE if hop.source[0] < 0 or move.copy_of != NO_PAGE else self.tiers[hop.source[0]].level
+        if source != NOWHERE and level > source:
+            self.tiers[hop.source[0]].leaving[record.frame_classes[source]] -= columns.span[page]
+        gone = not columns.refs[page] and not columns.pins[page]
+        stale = page in self._stale
+        if gone or stale or not arrived or (within and columns.pins[page]):
+            self._free_target(record, level, hop)
+        else:
+            if within:
+                self._drop_copy(record, page, level)
+            self._set_copy(record, page, level, hop.target[1] // record.page_bytes)
+        if lose_source and source != NOWHERE and columns.copies[page] >> source & 1:
+            self._drop_copy(record, page, Level(source))
+        if stale:
+            self._stale.discard(page)
+            self._void_below(record, page)
+        if move.copy_of != NO_PAGE:
+            self.unpin((move.copy_of,))
+        if gone:
+            self._forget(page)
+            return
+        columns.settle(page, bool(columns.copies[page] >> record.level & 1))
+        self._relink(record, page, fresh=0 if within else 1 << level)
+
+    def _free_target(self, record: PageClass, level: Level, hop: Hop) -> None:
+        frame, span = hop.target[1] // record.page_bytes, self.columns.span[hop.page]
+        self.tiers[hop.target[0]].space.free_run(record.frame_classes[level], frame, span)
+
+    # --- losing copies ----------------------------------------------------------------------------------------------
+
+    def drop(self, page: Page, level: Level) -> None:
+        """Frees the copy at `level` of an evictable page: another copy must be there, or the class be recomputable (the page may be lost then)."""
+        columns, record = self.columns, self.classes[self._cls(page)]
+        if not columns.lists[level].list_of(page):
+            raise InvariantViolation(f"cannot be evicted from {level.name}: {self.story(page)}")
+        tier, only = self.tiers[record.tiers[level]], columns.copies[page] == 1 << level
+        if only and not record.recomputable:
+            raise InvariantViolation(f"the last copy cannot be dropped: {self.story(page)}")
+        self._drop_copy(record, page, level)
+        tier.discards += only
+        tier.evictions += not only
+        columns.settle(page, bool(columns.copies[page] >> record.level & 1))
+        self._relink(record, page)
+
+    def tier_lost(self, tier: int) -> list[Page]:
+        """All copies in the tier are gone, and moves that touch it are aborted; the tier stays. Returns the pages that have no copy any more."""
+        for move in [m for m in self.moves.values() if tier in (m.hops[0].source[0], m.hops[0].target[0])]:
+            self.abort(move)
+        columns, level, lost = self.columns, self.tiers[tier].level, []
+        for page in range(len(columns)):
+            if columns.cls[page] == DEAD or not columns.copies[page] >> level & 1:
+                continue
+            record = self.classes[columns.cls[page]]
+            if record.tiers[level] == tier:
+                self._drop_copy(record, page, level)
+                if not columns.moves[page]:
+                    columns.settle(page, bool(columns.copies[page] >> record.level & 1))
+                self._relink(record, page)
+                if not columns.copies[page]:
+                    lost.append(page)
+        return lost
+
+    def _forget(self, page: Page) -> None:
+        """The page has no reference, pin or move: its copies and its number are free."""
+        columns = self.columns
+        record = self.classes[columns.cls[page]]
+        for lists in columns.lists:
+            if lists.list_of(page):
+                lists.remove(page)
+        for level in record.below:
+            if columns.copies[page] >> level & 1:
+                self._drop_copy(record, page, level)
+        columns.give_back(page)
+
+    # --- looking in -------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> tuple[TierStatistics, ...]:
+        """One record a tier."""
+        return audit.statistics(self)
 
     def check_integrity(self) -> None:
-        """Raises InvariantViolation unless free + held == frames and every count is the number of tables that hold the frame."""
-        owners = Counter(frame for table in self._tables.values() for frame in table.frames)
-        free = set(self._free)
-        if len(free) != len(self._free) or len(free) + len(owners) != self.frames or free & owners.keys():
-            raise InvariantViolation(f"{len(self._free)} frames free and {len(owners)} held do not make {self.frames}")
-        for frame, count in enumerate(self._counts):
-            if count != owners[frame]:
-                raise InvariantViolation(f"frame {frame} is counted {count} times and held {owners[frame]} times")
-        if self._shared != sum(count > 1 for count in owners.values()):
-            raise InvariantViolation(f"{self._shared} shared frames are counted")
+        """Raises InvariantViolation unless free + held == total in every tier, and owners, counts, lists, states and moves agree."""
+        audit.check_integrity(self)

@@ -1,0 +1,256 @@
+"""Copies of pages in tiers: where each lies, and in which order they may be evicted.
+
+Owns the tiers, the classes of pages, their columns and lists; `pool.PagePool` builds on it and is what others use. What is asked here changes
+nothing. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from heapq import merge
+
+from hexrt.errors import InvariantViolation
+from hexrt.memory.columns import DEAD, STATES, Level, Page, PageColumns, PageState
+from hexrt.memory.frames import GRANULE, FrameSpace
+from hexrt.memory.lru import Lru, Policy
+from hexrt.memory.tiers import NO_PAGE, Move, PageClass, Tier
+
+
+class Copies:
+    """What `PagePool` moves; its fields are for that class, the integrity check and plans."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Lru()
+        self.tiers: list[Tier] = []
+        self.classes: list[PageClass] = []
+        self.columns = PageColumns()
+        self.moves: dict[int, Move] = {}
+        self._stale: set[Page] = set()  # written while in a move: what the move copies is out of date
+
+    # --- set-up -----------------------------------------------------------------------------------------------------
+
+    def add_tier(self, name: str, level: Level, space: FrameSpace) -> int:
+        """The number of a new tier. There may be many of DEVICE, and one each of HOST and NVME."""
+        if level is not Level.DEVICE and any(tier.level is level for tier in self.tiers):
+            raise InvariantViolation(f"a second tier of {level.name}: {name}")
+        self.tiers.append(Tier(name, level, space))
+        for cls in self.classes:
+            if level > self.tiers[cls.top].level:
+                self._add_level(cls, len(self.tiers) - 1)
+        return len(self.tiers) - 1
+
+    def add_class(self, top_tier: int, page_bytes: int, recomputable: bool) -> int:
+        """The class of pages of this size that are used in the tier; the same number for the same words."""
+        page_bytes += -page_bytes % GRANULE
+        for known in self.classes:
+            if (known.top, known.page_bytes, known.recomputable) == (top_tier, page_bytes, recomputable):
+                return known.number
+        if len(self.classes) == DEAD:
+            raise InvariantViolation("too many classes of pages")
+        level = self.tiers[top_tier].level
+        cls = PageClass(len(self.classes), top_tier, level, page_bytes, recomputable)
+        self.classes.append(cls)
+        for number, tier in enumerate(self.tiers):
+            if number == top_tier or tier.level > level:
+                self._add_level(cls, number)
+        return cls.number
+
+    def _add_level(self, cls: PageClass, number: int) -> None:
+        tier = self.tiers[number]
+        frame_class = tier.space.add_class(cls.page_bytes)
+        cls.tiers[tier.level] = number
+        cls.frame_classes[tier.level] = frame_class
+        cls.owners[tier.level] = tier.owners.setdefault(frame_class, array("I"))
+        tier.leaving.setdefault(frame_class, 0)
+        cls.lists[tier.level] = self.columns.lists[tier.level].add_lists(2 * self.policy.buckets)
+        cls.below = tuple(level for level in Level if cls.tiers[level] >= 0)
+
+    def capacity(self, cls: int, tier: int | None = None) -> int:
+        """Pages of one frame, if the whole tier (the class's top tier) were theirs."""
+        return self._space(cls, tier).capacity(self._frame_class(cls, tier))
+
+    def room(self, cls: int, tier: int | None = None) -> int:
+        """Pages of one frame that could be made in the tier (the class's top tier) now, nothing evicted."""
+        chosen = self.tiers[self.classes[cls].top if tier is None else tier]
+        return 0 if chosen.closed else chosen.space.available(self._frame_class(cls, tier))
+
+    def can_create(self, cls: int, count: int, span: int = 1, tier: int | None = None) -> bool:
+        """Whether the tier (the top tier) has frames for `count` pages of `span` contiguous frames each now."""
+        if span == 1:
+            return self.room(cls, tier) >= count
+        chosen = self.tiers[self.classes[cls].top if tier is None else tier]
+        return not chosen.closed and chosen.space.can_allocate_runs(self._frame_class(cls, tier), (span,) * count)
+
+    def _space(self, cls: int, tier: int | None) -> FrameSpace:
+        return self.tiers[self.classes[cls].top if tier is None else tier].space
+
+    def _frame_class(self, cls: int, tier: int | None) -> int:
+        record = self.classes[cls]
+        return record.frame_classes[record.level if tier is None else self.tiers[tier].level]
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def _set_copy(self, record: PageClass, page: Page, level: Level, frame: int) -> None:
+        columns, span, owners = self.columns, self.columns.span[page], record.owners[level]
+        before = columns.copies[page]
+        columns.copies[page] = before | 1 << level
+        columns.frames[level][page] = frame
+        if len(owners) < frame + span:
+            owners.extend(array("I", (NO_PAGE,)) * (frame + span - len(owners) + 63))
+        if span == 1:
+            owners[frame] = page
+        else:
+            owners[frame : frame + span] = array("I", (page,)) * span
+        self.tiers[record.tiers[level]].pages += 1
+        self._count_dirty(record, before, before | 1 << level)
+
+    def _drop_copy(self, record: PageClass, page: Page, level: Level) -> None:
+        columns, span, owners = self.columns, self.columns.span[page], record.owners[level]
+        before, frame = columns.copies[page], columns.frames[level][page]
+        columns.copies[page] = before ^ 1 << level
+        if span == 1:
+            owners[frame] = NO_PAGE
+        else:
+            owners[frame : frame + span] = array("I", (NO_PAGE,)) * span
+        tier = self.tiers[record.tiers[level]]
+        tier.space.free_run(record.frame_classes[level], frame, span)
+        tier.pages -= 1
+        self._count_dirty(record, before, before ^ 1 << level)
+
+    def _count_dirty(self, record: PageClass, before: int, after: int) -> None:
+        if before and not before & (before - 1):
+            self.tiers[record.tiers[before.bit_length() - 1]].dirty -= 1
+        if after and not after & (after - 1):
+            self.tiers[record.tiers[after.bit_length() - 1]].dirty += 1
+
+    def _relink(self, record: PageClass, page: Page, fresh: int = 0) -> None:
+        """Puts the page in the lists it belongs in; at the levels of `fresh` as used now."""
+        columns = self.columns
+        for level in record.below:
+            lists, number = columns.lists[level], self.list_for(record, page, level)
+            old = lists.list_of(page)
+            if old and (old != number or fresh >> level & 1):
+                lists.remove(page)
+                old = 0
+            if number and not old:
+                if fresh >> level & 1:
+                    lists.push_back(page, number)
+                else:
+                    lists.put(page, number)
+
+    def list_for(self, record: PageClass, page: Page, level: Level) -> int:
+        """The list of `level` that the page must be in: 0 for none, as it has no copy there, moves, or is pinned and needs that copy."""
+        columns = self.columns
+        copies = columns.copies[page]
+        if not copies >> level & 1 or columns.moves[page]:
+            return 0
+        if columns.pins[page] and (level == record.level or not copies >> record.level & 1):
+            return 0
+        return record.lists[level] + 2 * columns.bucket[page] + (not copies & (copies - 1))
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def victims(self, tier: int, cls: int | None = None, dirty: bool | None = None) -> Iterator[Page]:
+        """Pages that may be evicted from the tier, the coldest first; only those in frames of the class's size, only clean or dirty ones.
+
+        The pool must not change meanwhile.
+        """
+        level = self.tiers[tier].level
+        chosen = [c for c in self.classes if c.tiers[level] == tier]
+        if cls is not None:
+            wanted = self.classes[cls].frame_classes[level]
+            chosen = [c for c in chosen if c.frame_classes[level] == wanted]
+        lists = self.columns.lists[level]
+        kinds = (0, 1) if dirty is None else (int(dirty),)
+        for bucket in range(self.policy.buckets):
+            numbers = [c.lists[level] + 2 * bucket + kind for c in chosen for kind in kinds]
+            numbers = [number for number in numbers if lists.size(number)]
+            if len(numbers) == 1:
+                yield from lists.iterate(numbers[0])
+            elif numbers:
+                yield from merge(*map(lists.iterate, numbers), key=lists.stamp)
+
+    def coldness(self, page: Page, level: Level) -> tuple[int, int]:
+        """Smaller for the page that is rather evicted from the level."""
+        return self.columns.bucket[page], self.columns.lists[level].stamp(page)
+
+    def clean_bytes(self, tier: int) -> int:
+        """What evictable pages with another copy hold; a tensor counts as one frame."""
+        level, total = self.tiers[tier].level, 0
+        lists = self.columns.lists[level]
+        for record in self.classes:
+            if record.tiers[level] == tier:
+                first = record.lists[level]
+                total += record.page_bytes * sum(lists.size(first + 2 * b) for b in range(self.policy.buckets))
+        return total
+
+    def _cls(self, page: Page) -> int:
+        columns = self.columns
+        cls = columns.cls[page] if 0 <= page < len(columns) else DEAD
+        if cls == DEAD:
+            raise InvariantViolation(f"page {page} is none")
+        return cls
+
+    def cls(self, page: Page) -> int:
+        return self._cls(page)
+
+    def top(self, cls: int) -> int:
+        """The tier that pages of the class are used in."""
+        return self.classes[cls].top
+
+    def page_bytes(self, cls: int) -> int:
+        """Of one frame."""
+        return self.classes[cls].page_bytes
+
+    def __contains__(self, page: Page) -> bool:
+        return 0 <= page < len(self.columns) and self.columns.cls[page] != DEAD
+
+    def refs(self, page: Page) -> int:
+        return self.columns.refs[page]
+
+    def pins(self, page: Page) -> int:
+        return self.columns.pins[page]
+
+    def span(self, page: Page) -> int:
+        return self.columns.span[page]
+
+    def sum(self, page: Page) -> int:
+        """The xxh3_64 of the page's copy in NVME."""
+        return self.columns.sums[page]
+
+    def state(self, page: Page) -> PageState:
+        self._cls(page)
+        return STATES[self.columns.state[page]]
+
+    def has(self, page: Page, level: Level) -> bool:
+        """Whether a valid copy is at `level`."""
+        if page in self._stale and level > self.classes[self.columns.cls[page]].level:
+            return False
+        return bool(self.columns.copies[page] >> level & 1)
+
+    def is_lost(self, page: Page) -> bool:
+        """No copy anywhere, and none on its way."""
+        return not self.columns.copies[page] and not self.columns.moves[page]
+
+    def is_evictable(self, page: Page, level: Level) -> bool:
+        return bool(self.columns.lists[level].list_of(page))
+
+    def moving(self, page: Page) -> bool:
+        return bool(self.columns.moves[page])
+
+    def open_moves(self) -> set[int]:
+        return set(self.moves)
+
+    def frame(self, page: Page, level: Level) -> int:
+        """The (first) frame of the page's copy at `level`."""
+        if not self.columns.copies[page] >> level & 1:
+            raise InvariantViolation(f"no copy at {level.name}: {self.story(page)}")
+        return self.columns.frames[level][page]
+
+    def offset(self, page: Page, level: Level) -> int:
+        """The byte offset in its tier of the page's copy at `level`."""
+        return self.frame(page, level) * self.classes[self.columns.cls[page]].page_bytes
+
+    def story(self, page: Page) -> str:
+        return self.columns.story(page)

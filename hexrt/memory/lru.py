@@ -1,0 +1,171 @@
+"""Orders of pages by use: intrusive doubly linked lists over columns, and the policies that say which list a page is in.
+
+`Lists` owns, for one level, each page's neighbours, its list and when it was last used; a page is in at most one list, and every step is
+O(1). A list runs from the coldest page to the hottest. A policy is pure: it maps what is known of a page's next use to a bucket. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Protocol
+
+from hexrt.errors import InvariantViolation
+
+NEVER = 1 << 31
+"""Steps until the next use of a page that nobody is going to read again."""
+MAX_LISTS = 4096
+NEAR = 8
+"""How far from its ends a list is searched for the place of a page that comes back to it."""
+
+
+class Policy(Protocol):
+    buckets: int
+
+    def bucket(self, steps: int | None) -> int:
+        """0 (coldest) to `buckets` - 1. `steps` until the page is read again: None is unknown, NEVER is never."""
+
+
+class Lru:
+    """By last use alone."""
+
+    buckets = 1
+
+    def bucket(self, steps: int | None) -> int:
+        return 0
+
+
+class NextUse:
+    """By the distance of the next use in powers of two (Belady's order, known from the graph); within a bucket by last use."""
+
+    buckets = 8
+    UNKNOWN = 4
+
+    def bucket(self, steps: int | None) -> int:
+        if steps is None:
+            return self.UNKNOWN
+        if steps >= NEVER:
+            return 0
+        if steps < 8:
+            return 7 - (max(steps, 1).bit_length() - 1)  # 7: 0 or 1; 6: 2, 3; 5: 4 to 7
+        return max(1, 3 - (steps.bit_length() - 4) // 2)  # 3: 8 to 31; 2: 32 to 127; 1: beyond
+
+
+class Lists:
+    """Node n stands at n + MAX_LISTS of the columns; below are the lists' own ends, so that no step has a special case."""
+
+    __slots__ = ("_clock", "_count", "_list", "_next", "_previous", "_sizes", "_stamp")
+
+    def __init__(self) -> None:
+        self._previous = array("I", range(MAX_LISTS))
+        self._next = array("I", range(MAX_LISTS))
+        self._list = array("H", (0,)) * MAX_LISTS
+        self._stamp = array("Q", (0,)) * MAX_LISTS
+        self._sizes = array("I", (0,))
+        self._count = 1  # list 0 is none
+        self._clock = 0
+
+    def add_lists(self, count: int) -> int:
+        """The first of `count` new lists."""
+        if self._count + count > MAX_LISTS:
+            raise InvariantViolation(f"more than {MAX_LISTS} lists of pages")
+        self._count += count
+        self._sizes.extend([0] * count)
+        return self._count - count
+
+    def grow(self, nodes: int) -> None:
+        """Makes columns for `nodes` nodes in all."""
+        more = nodes + MAX_LISTS - len(self._next)
+        if more > 0:
+            for column, kind in ((self._previous, "I"), (self._next, "I"), (self._list, "H"), (self._stamp, "Q")):
+                column.extend(array(kind, bytes(more * column.itemsize)))
+
+    def list_of(self, node: int) -> int:
+        """0 for none."""
+        return self._list[node + MAX_LISTS]
+
+    def size(self, number: int) -> int:
+        return self._sizes[number]
+
+    def stamp(self, node: int) -> int:
+        """Grows with every use."""
+        return self._stamp[node + MAX_LISTS]
+
+    def push_back(self, node: int, number: int) -> None:
+        """Puts a node that is in no list at a list's hot end, as used now."""
+        at = node + MAX_LISTS
+        self._clock += 1
+        self._stamp[at] = self._clock
+        last = self._previous[number]
+        self._next[last] = self._previous[number] = at
+        self._previous[at] = last
+        self._next[at] = number
+        self._list[at] = number
+        self._sizes[number] += 1
+
+    def remove(self, node: int) -> None:
+        """Takes a node out of the list that it is in."""
+        at = node + MAX_LISTS
+        number = self._list[at]
+        if not number:
+            raise InvariantViolation(f"page {node} is in no list")
+        before, after = self._previous[at], self._next[at]
+        self._next[before] = after
+        self._previous[after] = before
+        self._list[at] = 0
+        self._sizes[number] -= 1
+
+    def touch(self, node: int) -> None:
+        """Counts a use: the node goes to the hot end of its list, if it is in one."""
+        at = node + MAX_LISTS
+        self._clock += 1
+        self._stamp[at] = self._clock
+        number = self._list[at]
+        if number:
+            following, preceding = self._next, self._previous
+            before, after = preceding[at], following[at]
+            following[before] = after
+            preceding[after] = before
+            last = preceding[number]
+            following[last] = preceding[number] = at
+            preceding[at] = last
+            following[at] = number
+
+    def put(self, node: int, number: int) -> None:
+        """Puts a node that is in no list where its last use belongs, as near as can be found close to the list's ends."""
+        at = node + MAX_LISTS
+        after = self._place(number, self._stamp[at])
+        before = self._previous[after]
+        self._next[before] = self._previous[after] = at
+        self._previous[at] = before
+        self._next[at] = after
+        self._list[at] = number
+        self._sizes[number] += 1
+
+    def _place(self, number: int, stamp: int) -> int:
+        """Before whom a node used at `stamp` belongs."""
+        stamps, cold, hot = self._stamp, self._next[number], self._previous[number]
+        first, last = stamps[cold], stamps[hot]
+        for _ in range(NEAR):
+            if cold == number or stamps[cold] >= stamp:
+                return cold
+            if stamps[hot] <= stamp:
+                return self._next[hot]
+            cold, hot = self._next[cold], self._previous[hot]
+        return self._next[number] if stamp - first < last - stamp else number
+
+    def front(self, number: int) -> int:
+        """The coldest node; -1 for an empty list."""
+        first = self._next[number]
+        return first - MAX_LISTS if first != number else -1
+
+    def iterate(self, number: int) -> Iterator[int]:
+        """From cold to hot. The list must not change meanwhile."""
+        at = self._next[number]
+        while at != number:
+            yield at - MAX_LISTS
+            at = self._next[at]
+
+    @property
+    def bytes_a_node(self) -> int:
+        return sum(column.itemsize for column in (self._previous, self._next, self._list, self._stamp))
