@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -66,6 +67,11 @@ async def serving(path: Path, with_limits: ServerLimits | None = None) -> AsyncI
         await server.close()
 
 
+def open_files() -> int:
+    """Of this process: server and clients together."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def step(id: str = "a", op: str = "noop", **fields: Any) -> dict[str, Any]:
     return {"id": id, "op": op, **fields}
 
@@ -74,13 +80,19 @@ def workflow(*steps: dict[str, Any], name: str = "w") -> dict[str, Any]:
     return {"name": name, "steps": list(steps or (step(),))}
 
 
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
 class RawClient:
-    """Sends bytes as they are given and reads messages one at a time."""
+    """Sends bytes as they are given and reads messages one at a time. `fds` are the descriptors that came, to be closed here or by the test."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._splitter = FrameSplitter(1 << 30)
         self._read: list[m.FromDaemon] = []
+        self.fds: list[int] = []
 
     async def send(self, *messages: Any) -> None:
         await self.send_bytes(b"".join(frame(msgspec.msgpack.encode(message)) for message in messages))
@@ -88,11 +100,35 @@ class RawClient:
     async def send_bytes(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
+    async def send_with(self, message: Any, *fds: int) -> None:
+        """One message in a `sendmsg` of its own, with descriptors, which stay the caller's."""
+        data = frame(msgspec.msgpack.encode(message))
+        sent = socket.send_fds(self.sock, [data], fds)
+        await self.send_bytes(data[sent:])
+
+    async def _receive(self) -> bytes:
+        """Also what the loop's own `sock_recv` would throw away."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                data, fds, flags, _ = socket.recv_fds(self.sock, 1 << 16, 253, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                ready = loop.create_future()
+                loop.add_reader(self.sock.fileno(), _settle, ready)
+                try:
+                    await ready
+                finally:
+                    loop.remove_reader(self.sock.fileno())
+            else:
+                self.fds += fds
+                assert not flags & socket.MSG_CTRUNC
+                return data
+
     async def next(self) -> m.FromDaemon | None:
         """The next message, None at the end of the connection."""
         while not self._read:
             try:
-                data = await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
+                data = await self._receive()
             except ConnectionResetError:
                 return None
             if not data:
@@ -106,6 +142,9 @@ class RawClient:
 
     def close(self) -> None:
         self.sock.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
 
 
 @asynccontextmanager
