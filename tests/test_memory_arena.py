@@ -9,7 +9,9 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 
 from hexrt.errors import BadRequest, OutOfMemory, Unavailable
@@ -149,8 +151,7 @@ class TestSealedCopy:
         os.close(fd)
 
     def test_takes_arrays_of_any_dtype_and_shape(self) -> None:
-        numpy = pytest.importorskip("numpy")
-        array = numpy.arange(24, dtype=numpy.float64).reshape(2, 3, 4)
+        array: Any = numpy.arange(24, dtype=numpy.float64).reshape(2, 3, 4)
         fd, _ = sealed_copy([memoryview(array)])
         assert os.pread(fd, array.nbytes, 0) == array.tobytes()
         os.close(fd)
@@ -198,8 +199,8 @@ class TestCheckOfWhatAClientPasses:
             os.close(fd)
 
 
-def fail(number: int) -> Callable[..., int]:
-    def call(*_: object) -> int:
+def fail(number: int) -> Callable[..., Any]:
+    def call(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     return call
