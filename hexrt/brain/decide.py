@@ -18,11 +18,12 @@ from hexrt.core import DeviceKind, TaskState
 from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
 from hexrt.events import Event, Failed, Started
 from hexrt.ops.spec import by_input_bytes
-from hexrt.runtime.entities import Run, Task
+from hexrt.runtime.entities import Run, Task, Tensor
+from hexrt.runtime.holding import size_of
 from hexrt.runtime.state import RunTable
 from hexrt.scheduling.cost import CostModel, Estimate
 from hexrt.scheduling.rank import upward_ranks
-from hexrt.values import NIL, pick
+from hexrt.values import NIL, handles, pick
 from hexrt.workflow.graph import ITEM, InputRef, Node, TaskGraph
 
 READY, WAITING = TaskState.READY, TaskState.WAITING
@@ -49,11 +50,15 @@ def class_of(node: Node, part: int) -> Class:
 
 @dataclass(slots=True)
 class Commands:
-    """What one turn is to carry out: messages by device, launches that wait for their Started to be durable, tasks to stop, and events."""
+    """What one turn is to carry out: messages by device, launches that wait for their Started to be durable, tasks to stop, and events.
+
+    `places` is where tensors lie that these launches read, by device.
+    """
 
     send: dict[str, list[Any]] = field(default_factory=dict)
     gated: list[tuple[str, Any, Started, Run]] = field(default_factory=list)
     stop: list[Task] = field(default_factory=list)
+    places: dict[str, set[int]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
 
@@ -76,6 +81,8 @@ class Brain:
         """Raises BadRequest or Unavailable, naming the step, where some part of it has no device that could ever run it."""
         seen: set[tuple[str, str | None]] = set()
         for node in graph.nodes:
+            if node.op.parts[-1].body is None:
+                self.engines.check(node, [d.name for d in self._devices(class_of(node, len(node.op.parts) - 1))])
             if (node.op.name, node.device) not in seen:
                 seen.add((node.op.name, node.device))
                 for part in range(len(node.op.parts)):
@@ -104,8 +111,11 @@ class Brain:
             if len(run.steps) > 1:
                 self._rank(run)
         table.submitted.clear()
+        keeping = self.engines.keeping
         for task in table.fresh:
             self._queue(task)
+            if keeping and task.run.id in keeping:
+                self.engines.look_ahead(task.run)
         table.fresh.clear()
         if not self.paused:
             self._place_queues(now_ns, out)
@@ -239,18 +249,24 @@ class Brain:
     def _work(self, task: Task) -> int:
         node = task.step.node
         size = len(node.inputs)
-        if node.op.work is by_input_bytes and not node.refs:
+        if node.op.work is by_input_bytes and not node.refs and not task.run.tensors:
             return size
+        if task.run.tensors:
+            size = size_of(task.run, node.inputs)
         for ref in node.refs:
             raw = task.item if ref.step == ITEM else task.run.steps[ref.step].output
-            size += len(raw) if raw is not None else 0
+            size += size_of(task.run, raw) if raw is not None else 0
         return node.op.work(node.params, size)
 
     def _launch(self, task: Task, device: Device, predicted_ns: int, now_ns: int, out: Commands) -> None:
         node = task.step.node
         try:
             bindings = self._bindings(task) if node.refs or task.op_part else ()
-            if bindings and (size := sum(len(binding[2]) for binding in bindings)) > MAX_LAUNCH_BYTES:
+            tensors = tensors_read(task, bindings) if task.run.tensors else ()
+            if (
+                bindings
+                and (size := sum(len(b[2]) for b in bindings) + sum(t.bytes for t in tensors)) > MAX_LAUNCH_BYTES
+            ):
                 raise TaskFailed(
                     f"its inputs have {size} bytes, more than the {MAX_LAUNCH_BYTES} that one task can be given"
                 )
@@ -258,7 +274,7 @@ class Brain:
             out.events.append(Failed(task.run.id, node.index, task.part, task.attempt, device.name, now_ns, now_ns, ErrorRecord(error.kind, error.message, node.id)))  # fmt: skip
             return
         short = predicted_ns < SHORT_NS and node.idempotent
-        message = self._send(task, device, predicted_ns, now_ns, bindings, not short)
+        message = self._send(task, device, predicted_ns, now_ns, bindings, tensors, not short, out)
         if not node.idempotent:
             started = Started(task.run.id, node.index, task.part, task.attempt, device.name, now_ns)
             out.gated.append((device.name, message, started, task.run))
@@ -266,16 +282,21 @@ class Brain:
         sent = out.send.setdefault(device.name, [])
         sent.append(message)
         if short and device.kind is POOL and len(node.op.parts) == 1 and node.map is None:
-            self._look_ahead(task, device, now_ns, sent)
+            self._look_ahead(task, device, now_ns, sent, out)
 
-    def _send(self, task: Task, device: Device, predicted_ns: int, now_ns: int, bindings: tuple[Any, ...], report_start: bool) -> tuple[Any, ...]:  # fmt: skip
+    def _send(self, task: Task, device: Device, predicted_ns: int, now_ns: int, bindings: tuple[Any, ...], tensors: tuple[Tensor, ...], report_start: bool, out: Commands) -> tuple[Any, ...]:  # fmt: skip
         """Places the task and makes its Launch."""
         node, run = task.step.node, task.run
         command = self._place(task, device, predicted_ns, now_ns)
-        return (
+        launch = (
             LAUNCH, command, task.attempt, node.op.name, task.op_part, run.id, node.id, run.uid, node.timeout_ns / 1e9,
             node.params_raw, node.inputs, bindings, report_start,
         )  # fmt: skip
+        if not tensors:
+            return launch
+        self.table.holding.pin(task, tensors)
+        out.places.setdefault(device.name, set()).update(tensor.place for tensor in tensors)
+        return (*launch, tuple((t.handle, t.place, t.offset, t.bytes) for t in tensors))
 
     def _place(self, task: Task, device: Device, predicted_ns: int, now_ns: int) -> int:
         device.command = command = device.command + 1
@@ -284,7 +305,7 @@ class Brain:
         device.backlog_ns += predicted_ns
         return command
 
-    def _look_ahead(self, task: Task, device: Device, now_ns: int, sent: list[Any]) -> None:
+    def _look_ahead(self, task: Task, device: Device, now_ns: int, sent: list[Any], out: Commands) -> None:
         """Sends on to the same worker the steps that wait for `task` alone: a chain then costs no wake-up a step."""
         while True:
             successors = task.step.node.successors
@@ -304,7 +325,7 @@ class Brain:
             ):
                 return
             next_task = step.tasks[0]
-            work = node.op.work(node.params, len(node.inputs))
+            work = node.op.work(node.params, size_of(task.run, node.inputs))
             estimate = self.cost.estimate(node.op.name, 0, device.cost_name, work)
             predicted = int(estimate.mean_ns)
             if next_task.state is not WAITING or predicted >= SHORT_NS or not device.can_take(predicted):
@@ -314,21 +335,37 @@ class Brain:
                 ((), (), NIL, local),
             )
             next_task.work, next_task.learn = work, estimate.observe
-            sent.append(self._send(next_task, device, predicted, now_ns, bindings, False))
+            tensors = (
+                tensors_read(next_task, ()) if task.run.tensors else ()
+            )  # those before it are in the worker's own ring
+            sent.append(self._send(next_task, device, predicted, now_ns, bindings, tensors, False, out))
             task = next_task
 
     def _bindings(self, task: Task) -> tuple[Any, ...]:
         steps = task.run.steps
         bindings = [
-            self._binding(ref, task.item if ref.step == ITEM else steps[ref.step].output) for ref in task.step.node.refs
+            self._binding(task.run, ref, task.item if ref.step == ITEM else steps[ref.step].output)
+            for ref in task.step.node.refs
         ]
         if task.op_part:
             bindings.append((("previous",), (), task.step.tasks[task.part - 1].output or NIL, 0))
         return tuple(bindings)
 
     @staticmethod
-    def _binding(ref: InputRef, raw: msgspec.Raw | None) -> tuple[Any, ...]:
+    def _binding(run: Run, ref: InputRef, raw: msgspec.Raw | None) -> tuple[Any, ...]:
         value = raw if raw is not None else NIL
-        if ref.path and len(value) > PICK_BYTES:
+        if ref.path and size_of(run, value) > PICK_BYTES:
             return ref.to, (), pick(value, ref.path), 0
         return ref.to, ref.path, value, 0
+
+
+def tensors_read(task: Task, bindings: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """What the launch of a task needs of its run's tensors. Raises TaskFailed where its inputs name one that the run does not have."""
+    known, found = task.run.tensors or {}, {}
+    for value in (task.step.node.inputs, *(binding[2] for binding in bindings)):
+        for handle in handles(value):
+            tensor = known.get(handle)
+            if tensor is None:
+                raise TaskFailed(f"its inputs name tensor {handle}, which this run does not have")
+            found[handle] = tensor
+    return tuple(found.values())

@@ -1,6 +1,6 @@
 """The LLM engines of all devices: which models are loaded where, and which task is which sequence.
 
-Owns one `llm.batch.Engine` for each loaded (device, model). An `llm.generate` step is one sequence that two tasks, prefill and decode,
+Owns one `llm.batch.Engine` for each loaded (device, model); their pages are the keeper's. An `llm.generate` step is one sequence that two tasks, prefill and decode,
 share; what the engine reports is turned into events here. A sequence is named by (run, step index, first part). Pure.
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from hexrt.brain.ahead import PARENT_PORTS, heirs, steps_until
+from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource, check_fits
 from hexrt.brain.view import Device
 from hexrt.core import TaskState
 from hexrt.errors import ErrorRecord, HexrtError
@@ -20,14 +22,13 @@ from hexrt.llm.batch import Emitted as Tokens
 from hexrt.llm.batch import Ended, Engine, Outcome, Prefilled, Refused
 from hexrt.llm.sequence import SequenceRequest
 from hexrt.llm.steps import check_numerics, output_of_decode, output_of_prefill, request_of, resolve_model
-from hexrt.protocol.host import Chunk, Chunked, FromHost, HostFailed, HostFinished, LoadModel
+from hexrt.memory.keeper import Keeper
+from hexrt.protocol.host import Chunk, Chunked, Copied, FromHost, HostFailed, HostFinished, LoadModel
 from hexrt.runtime.entities import Run, Task
 from hexrt.values import NIL, pick
-from hexrt.workflow.graph import ITEM
+from hexrt.workflow.graph import ITEM, Node
 
 Key = tuple[bytes, int, int]
-PAGE_TOKENS = 16
-PARENT_PORTS = (("continue_from",), ("prefix",))
 CANCELLED = ErrorRecord("cancelled", "cancelled while it ran")
 CHUNK_NS, FIRST_CHUNK_NS, LOAD_NS = 30_000_000_000, 600_000_000_000, 1_800_000_000_000
 """How long a chunk may take at least, the first one of a model, and the loading of a model, before the host is taken for hung."""
@@ -35,30 +36,24 @@ SLOWER = 20
 """How many times as long a token may take as in the slowest chunk so far."""
 
 
-class LoadedModel(msgspec.Struct, frozen=True):
-    """What a host says of a model that it has loaded."""
-
-    frames: int
-    page_bytes: int
-    context_tokens: int
-
-
-class ModelSource(msgspec.Struct, frozen=True):
-    path: str
-    dtype: str
-
-
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One model on one device. `live` are the tasks whose sequences the engine has; `early` what came before its decode task was there."""
+    """One model on one device. `live` are the tasks whose sequences the engine has; `early` what came before its decode task was there.
+
+    The engine outlives the host process where it has retained sequences; `loaded` says whether the host that is there has the model.
+    """
 
     model: str
     engine: Engine | None = None
+    loaded: bool = False
     load_command: int = 0
     waiting: list[Task] = field(default_factory=list)
     live: dict[Key, Task | None] = field(default_factory=dict)
     early: dict[Key, list[Outcome]] = field(default_factory=dict)
-    kept: set[Key] = field(default_factory=set)
+    page_bytes: int = 0
+    kept: dict[Key, tuple[Run, int]] = field(
+        default_factory=dict
+    )  # retained for steps that go on from this one of the run
     chunks: dict[int, int] = field(default_factory=dict)  # command -> tokens, of chunks that are with the host
     slowest_ns: float = 0.0  # a token, of the slowest chunk so far
     stopping: list[tuple[Task, ErrorRecord]] = field(default_factory=list)  # a chunk on its way names their sequences
@@ -84,16 +79,22 @@ def key_of(task: Task) -> Key:
 
 
 class Engines:
-    def __init__(self, models: Mapping[str, ModelSource], arena_bytes: int, token_budget: int, passes: int) -> None:
+    def __init__(self, models: Mapping[str, ModelSource], keeper: Keeper, token_budget: int, passes: int) -> None:
         self._models = models
-        self._arena_bytes = arena_bytes
+        self.keeper = keeper
+        keeper.when_freed.append(self._frames_freed)
         self._token_budget = token_budget
         self._passes = passes
         self._entries: dict[str, dict[str, Entry]] = {}
+        self.keeping: set[bytes] = set()  # runs with kept sequences
         self._dropped: list[tuple[str, int]] = []  # (device, command) of tasks that ended
         self._events: list[Event] = []
 
     # --- from the brain -----------------------------------------------------------------------------------------
+
+    def check(self, node: Node, devices: Iterable[str]) -> None:
+        """Raises BadRequest, naming the step, where its answer could never lie in the memory of any of these devices."""
+        check_fits(node, self._models, self.keeper, devices)
 
     def start(self, task: Task, device: str, now_ns: int) -> None:
         """A prefill or decode task was placed on `device`."""
@@ -111,7 +112,7 @@ class Engines:
             entry.live[key] = task
             for outcome in entry.early.pop(key, ()):
                 self._outcome(entry, outcome, now_ns)
-        elif entry.engine is None:
+        elif not entry.loaded:
             entry.waiting.append(task)
         else:
             self._add(entry, task, now_ns)
@@ -130,7 +131,8 @@ class Engines:
             return
         entry.live[key] = task
         if request.retain:
-            entry.kept.add(key)
+            entry.kept[key] = task.run, task.step.node.index
+            self.keeping.add(task.run.id)
 
     def _request(self, task: Task, key: Key) -> SequenceRequest:
         """The sequence of a step, from what its tasks before this one gave and what it had answered before a restart."""
@@ -148,13 +150,20 @@ class Engines:
     @staticmethod
     def _is_parent(run: Run, task: Task) -> bool:
         """Whether a step that has not ended continues from this one."""
-        index = task.step.node.index
-        return any(
-            ref.step == index and ref.to in PARENT_PORTS
-            for successor in task.step.node.successors
-            if run.steps[successor].state < TaskState.DONE
-            for ref in run.steps[successor].node.refs
-        )
+        return any(run.steps[index].state < TaskState.DONE for index in heirs(run, task.step.node.index))
+
+    def look_ahead(self, run: Run) -> None:
+        """Something of the run became ready: what its kept sequences hold is read sooner than it was."""
+        for entries in self._entries.values():
+            for entry in entries.values():
+                for key, (of, index) in list(entry.kept.items()):
+                    if of is run and entry.engine is not None:
+                        steps = steps_until(run, heirs(run, index))
+                        if steps is None:  # everything that could go on from it has ended
+                            del entry.kept[key]
+                            entry.engine.release(key)
+                        else:
+                            entry.engine.will_be_read(key, steps)
 
     def owns(self, task: Task) -> bool:
         return task.step.node.op.parts[task.op_part].body is None
@@ -164,16 +173,33 @@ class Engines:
         for task in tasks:
             if self.why_stopping(task) is not None:
                 continue
+            why = error
+            if error.kind == "timed_out" and (wanted := self.waits_for(task)):
+                why = msgspec.structs.replace(
+                    error, message=f"{error.message}, at the end of it in waiting for {wanted}"
+                )
             key, leaving = key_of(task), False
             for entry in self._entries.get(task.device, {}).values():
                 if task in entry.waiting:
                     entry.waiting.remove(task)
                 self._forget(entry, key)
                 if entry.engine is not None and entry.engine.is_leaving(key):
-                    entry.stopping.append((task, error))
+                    entry.stopping.append((task, why))
                     leaving = True
             if not leaving:
-                self._fail(task, error, now_ns)
+                self._fail(task, why, now_ns)
+
+    def waits_for(self, task: Task) -> str:
+        """What a placed task waits for and who holds it; empty for one that runs."""
+        for entry in self._entries.get(task.device, {}).values():
+            if task in entry.waiting:
+                return f"the model {entry.model!r} to be loaded"
+            found = entry.engine.holders(key_of(task)) if entry.engine is not None else None
+            if found is not None:
+                need, holders = found
+                held = ", ".join(f"run {key[0].hex()} step {key[1]}: {pages}" for key, pages in holders[:3])  # type: ignore[index]
+                return f"{need} pages of {entry.engine.pages.capacity} on {task.device}; held by {held or 'nobody'}"  # type: ignore[union-attr]
+        return ""
 
     def why_stopping(self, task: Task) -> ErrorRecord | None:
         """What a task that is being stopped will fail of; None for any other."""
@@ -191,6 +217,8 @@ class Engines:
 
     def limit_ns(self, device: str, command: int) -> int:
         """How long an engine's command may run before its host is taken for hung; 0 for a command that is no engine's."""
+        if limit := self.keeper.traffic.limit_ns(device, command):
+            return limit
         for entry in self._entries.get(device, {}).values():
             if entry.load_command and entry.load_command == command:
                 return LOAD_NS
@@ -210,9 +238,10 @@ class Engines:
                 for key in [k for k in entry.live if k[0] == run]:
                     self._forget(entry, key)
                 for key in [k for k in entry.kept if k[0] == run]:
-                    entry.kept.discard(key)
+                    del entry.kept[key]
                     if entry.engine is not None:
                         entry.engine.release(key)
+        self.keeping.discard(run)
 
     def decide(self, now_ns: int, devices: Mapping[str, Device], send: dict[str, list[Any]], events: list[Event]) -> None:  # fmt: skip
         """Loads models that tasks wait for and lets each engine compose its next chunk."""
@@ -221,7 +250,7 @@ class Engines:
             if not device.ready:
                 continue
             for entry in entries.values():
-                if entry.engine is not None:
+                if entry.engine is not None and entry.loaded:
                     messages = entry.engine.decide(now_ns, device.next_command)
                     if messages:
                         entry.chunks.update((m.command, tokens_of(m)) for m in messages if isinstance(m, Chunk))
@@ -230,8 +259,9 @@ class Engines:
                     entry.load_command = device.next_command()
                     source = self._models[entry.model]
                     send.setdefault(name, []).append(
-                        LoadModel(entry.load_command, entry.model, source.path, source.dtype, self._arena_bytes, PAGE_TOKENS)
-                    )  # fmt: skip
+                        LoadModel(entry.load_command, entry.model, source.path, source.dtype, PAGE_TOKENS)
+                    )
+        self.keeper.decide(devices, send)
         events.extend(self._events)
         self._events.clear()
         for name, command in self._dropped:
@@ -243,11 +273,14 @@ class Engines:
 
     def report(self, device: Device, report: FromHost) -> None:
         """What a chunk's or a copy's report means; the events come out of the next `decide`."""
-        if isinstance(report, Chunked):
+        if isinstance(report, Copied):
+            self.keeper.copied(device.name, report)
+        elif isinstance(report, Chunked):
             for entry in self._entries.get(device.name, {}).values():
                 if entry.engine is not None and report.command in entry.chunks:
-                    took_ns = report.end_ns - report.start_ns
-                    entry.slowest_ns = max(entry.slowest_ns, took_ns / entry.chunks.pop(report.command))
+                    token_ns = (report.end_ns - report.start_ns) / entry.chunks.pop(report.command)
+                    entry.slowest_ns = max(entry.slowest_ns, token_ns)
+                    entry.engine.pages.learn(token_ns)
                     for outcome in entry.engine.chunked(report, report.end_ns):
                         self._outcome(entry, outcome, report.end_ns)
                     self._settle_stopped(entry, report.end_ns)
@@ -258,15 +291,20 @@ class Engines:
             if entry.load_command and entry.load_command == report.command:
                 loaded = msgspec.msgpack.decode(report.output, type=LoadedModel)
                 entry.load_command = 0
-                entry.engine = Engine(
-                    entry.model, loaded.frames, PAGE_TOKENS, loaded.context_tokens, self._token_budget, self._passes
-                )
+                entry.loaded, entry.page_bytes = True, loaded.page_bytes
+                if entry.engine is None:
+                    entry.engine = Engine(
+                        entry.model, device.name, self.keeper, loaded.page_bytes, PAGE_TOKENS, loaded.context_tokens,
+                        self._token_budget, self._passes,
+                    )  # fmt: skip
                 waiting, entry.waiting = entry.waiting, []
                 for task in waiting:
                     self._add(entry, task, report.end_ns)
 
     def command_failed(self, device: Device, report: HostFailed) -> None:
-        """A model could not be loaded, or a chunk failed as a whole."""
+        """A model could not be loaded, or a chunk or copy failed as a whole."""
+        if self.keeper.failed(device.name, report.command, report.error.message):
+            return
         for entry in self._entries.get(device.name, {}).values():
             if entry.load_command and entry.load_command == report.command:
                 entry.load_command = 0
@@ -280,8 +318,23 @@ class Engines:
                 self._settle_stopped(entry, report.end_ns)
 
     def device_lost(self, device: str) -> None:
-        """The host is gone and with it every model, sequence and page; its tasks are placed again by whoever lost them."""
-        self._entries.pop(device, None)
+        """The host is gone and with it every model and what lay in its arena; its tasks are placed again by whoever lost them.
+
+        Retained sequences stay as far as their pages lie elsewhere too.
+        """
+        self.keeper.device_lost(device)
+        for name, entry in list(self._entries.get(device, {}).items()):
+            if entry.engine is None:
+                del self._entries[device][name]
+                continue
+            entry.engine.device_lost()
+            self._entries[device][name] = Entry(entry.model, entry.engine, kept=entry.kept)
+
+    def _frames_freed(self) -> None:
+        for entries in self._entries.values():
+            for entry in entries.values():
+                if entry.engine is not None:
+                    entry.engine.frames_freed()
 
     def _outcome(self, entry: Entry, outcome: Outcome, at_ns: int) -> None:
         key: Key = outcome.key  # type: ignore[assignment]
@@ -293,6 +346,8 @@ class Engines:
             return
         run, node = task.run, task.step.node
         if isinstance(outcome, Prefilled):
+            task.pages_migrated += outcome.pages_loaded
+            task.migration_bytes += outcome.pages_loaded * entry.page_bytes
             if node.op.parts[task.op_part].name == "prefill":
                 self._end(task, output_of_prefill(self._request(task, key)), outcome.start_ns, outcome.end_ns)
                 if task.op_part + 1 < len(node.op.parts):

@@ -1,7 +1,7 @@
 """Iteration-level batching: which sequences run in the next chunk, and which pages they hold.
 
-Owns the state of one model on one device: the sequences, their page tables (`memory.pool`) and the chunks that are with the host, at most
-one running and one queued. The daemon calls it, carries `decide`'s messages to the host and hands the reports back in. Admission reserves
+Owns the state of one model on one device: the sequences, their pages (`llm.pages`) and the chunks that are with the host, at most
+one running and one queued. The daemon calls it, carries `decide`'s messages to the host and hands the reports back in. Admission takes
 all pages that a sequence can come to need, or none, so that an admitted sequence always ends. Batching at chunks follows Orca (Yu et al.,
 OSDI 2022) and mixes prompt slices with decoding under a token budget as Sarathi-Serve does (Agrawal et al., OSDI 2024). Pure.
 """
@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from hexrt.core import SequenceId
 from hexrt.errors import BadRequest, ErrorRecord, InvariantViolation, OutOfMemory
+from hexrt.llm.chunk import compose, row_of
 from hexrt.llm.outcome import Emitted, Ended, EngineStatistics, Outcome, Prefilled, Refused
+from hexrt.llm.pages import SequencePages, Took
 from hexrt.llm.sequence import Flight, SequenceRequest, Share, Stage, State
-from hexrt.memory.pool import PagePool
-from hexrt.protocol.host import BindPages, Cancel, Chunk, Chunked, ChunkSequence, Release, ToHost, Token
+from hexrt.memory.keeper import Keeper
+from hexrt.protocol.host import BindPages, Cancel, Chunk, Chunked, Release, ToHost, Token
 
 __all__ = ["Emitted", "Ended", "Engine", "EngineStatistics", "Outcome", "Prefilled", "Refused", "SequenceRequest"]
 
@@ -44,22 +44,22 @@ class Engine:
     """The sequences of one model on one device."""
 
     def __init__(
-        self, model: str, frames: int, page_tokens: int, context_tokens: int, token_budget: int, passes: int
-    ) -> None:
+        self, model: str, device: str, keeper: Keeper, page_bytes: int, page_tokens: int, context_tokens: int,
+        token_budget: int, passes: int,
+    ) -> None:  # fmt: skip
         if token_budget < 1 or passes < 1:
             raise InvariantViolation(f"an engine of {token_budget} tokens and {passes} passes a chunk")
         self.model = model
         self.context_tokens = context_tokens
         self.token_budget = token_budget
         self.passes = passes
-        self._pool = PagePool(frames, page_tokens)
+        self.pages = SequencePages(keeper, keeper.page_class(device, page_bytes), device, page_tokens, self._arrived)
         self._sequences: dict[Hashable, State] = {}
         self._leaving: set[State] = set()  # ended or cancelled, yet named by a chunk on its way
         self._flights: deque[Flight] = deque()
         self._outbox: list[ToHost] = []
         self._counters = _Counters()
         self._numbers = 0
-        self._clock = 0  # counts uses of retained sequences
         self._admission_due = False
 
     # --- what the daemon asks for -----------------------------------------------------------------------------------
@@ -78,11 +78,11 @@ class Engine:
                 "prompt",
             )
         limit = min(request.sampling.max_tokens, self.context_tokens - prompt) if request.sampling else 0
-        pages = self._pool.pages_of(prompt + max(limit, len(request.answered)))
-        if pages > self._pool.frames:
+        pages = self.pages.pages_of(prompt + max(limit, len(request.answered)))
+        if pages > self.pages.capacity:
             raise OutOfMemory(
-                f"prompt and answer need {pages} pages of {self._pool.page_tokens} tokens, and the device has "
-                f"{self._pool.frames}: lower max_tokens or shorten the prompt",
+                f"prompt and answer need {pages} pages of {self.pages.page_tokens} tokens, and the device has "
+                f"{self.pages.capacity}: lower max_tokens or shorten the prompt",
                 "max_tokens",
             )
         self._numbers += 1
@@ -109,12 +109,23 @@ class Engine:
             self._forget(state)
 
     def device_lost(self) -> list[Hashable]:
-        """Forgets everything; returns the keys of the sequences that had not ended, to be added again with what they `answered`."""
-        lost = [s.request.key for s in self._sequences.values() if s.stage in (Stage.WAITING, Stage.LIVE)]
-        self._pool = PagePool(self._pool.frames, self._pool.page_tokens)
-        self._sequences.clear()
-        self._leaving.clear()
+        """Forgets all but retained sequences whose pages lie elsewhere too; the keeper knows of the loss already.
+
+        Returns the keys of the sequences that had not ended, to be added again with what they `answered`.
+        """
+        lost = [
+            s.request.key for s in self._sequences.values() if s.stage in (Stage.WAITING, Stage.LOADING, Stage.LIVE)
+        ]
+        for flight in self._flights:
+            for share in flight.shares:
+                share.state.in_flight = 0
         self._flights.clear()
+        for state in [*self._sequences.values(), *self._leaving]:
+            if state.stage is Stage.ENDED:
+                self._settle(state)
+            elif state.stage is not Stage.RETAINED:
+                self._forget(state)
+        self._trim()
         self._outbox.clear()
         self._admission_due = False
         return lost
@@ -131,7 +142,7 @@ class Engine:
             queued.recalled = True
             messages.append(Cancel(queued.command))
         while len(self._flights) < 2 and not any(flight.recalled for flight in self._flights):
-            shares, passes = self._compose()
+            shares, passes = compose(self._live(), self.token_budget, self.passes)
             if not shares:
                 break
             messages.append(self._depart(Flight(next_command(), passes, shares)))
@@ -148,47 +159,14 @@ class Engine:
         late = any(not s.in_flight and s.unplanned for s in self._live())
         return queued if late and queued.prompt_tokens < self.token_budget else None
 
-    def _compose(self) -> tuple[list[Share], int]:
-        """The next chunk: prompt slices in order of admission as far as the budget goes, and every sequence that decodes."""
-        budget, backlog = self.token_budget, False
-        slices: list[tuple[State, int]] = []
-        for state in self._live():
-            take = min(state.unplanned, budget)
-            budget -= take
-            backlog |= take < state.unplanned
-            if take or (not state.unplanned and state.undrawn):
-                slices.append((state, take))
-        # While prompts wait for budget, each pass carries slices; afterwards passes are spent on decoding alone.
-        drawn = [state.undrawn for state, take in slices if take == state.unplanned]
-        passes = 1 if backlog else min(self.passes, max([1, *drawn]))
-        shares = []
-        for state, take in slices:
-            gain = min(passes, state.undrawn) if take == state.unplanned else 0
-            shares.append(Share(state, state.planned, take, state.drawn, gain, not state.introduced))
-        return shares, passes
-
     def _depart(self, flight: Flight) -> Chunk:
         """Counts the chunk as sent and writes its message."""
-        rows = []
+        rows = tuple(row_of(share) for share in flight.shares)
         for share in flight.shares:
-            state, request = share.state, share.state.request
-            end = share.position + share.prompt
-            last = bool(share.prompt) and end == len(state.material) and request.sampling is not None
-            sampling = replace(request.sampling, max_tokens=state.limit) if request.sampling else None
-            rows.append(
-                ChunkSequence(
-                    state.number,
-                    share.position if share.prompt else len(request.ids) + share.drawn - 1,
-                    state.material[share.position : end],
-                    last,
-                    sampling if share.introduces else None,
-                    request.answered if share.introduces else (),
-                )
-            )
-            state.depart(share)
+            share.state.depart(share)
         self._flights.append(flight)
         self._counters.chunks += 1
-        return Chunk(flight.command, self.model, flight.passes, tuple(rows))
+        return Chunk(flight.command, self.model, flight.passes, rows)
 
     # --- admission --------------------------------------------------------------------------------------------------
 
@@ -197,12 +175,13 @@ class Engine:
         waiting.sort(key=lambda s: (s.overtaken < PATIENCE, -s.request.priority, s.number))
         refused = 0
         for state in waiting:
-            if self._reserve(state):
+            took = self._take(state)
+            if took is not Took.NOTHING:
                 del self._sequences[state.request.key]  # goes to the end: live sequences stand in order of admission
                 self._sequences[state.request.key] = state
-                state.stage = Stage.LIVE
-                frames = self._pool.table(state.number)
-                messages.append(BindPages(self.model, state.number, 0, frames, self._pool.version(state.number)))
+                state.stage = Stage.LOADING
+                if took is Took.PAGES:
+                    messages.append(self._begin(state))
                 for other in waiting:
                     other.overtaken += other.stage is Stage.WAITING and other.number < state.number
             else:
@@ -210,35 +189,52 @@ class Engine:
                 if state.overtaken >= PATIENCE or refused > LOOKAHEAD:
                     return
 
-    def _reserve(self, state: State) -> bool:
-        """Takes all pages of a sequence, those that its parent shares first, dropping retained sequences where that is enough."""
-        pool, number = self._pool, state.number
-        shared = 0
+    def _take(self, state: State) -> Took:
+        """Takes all pages of a sequence, those that its parent shares first."""
         parent = self._sequences.get(state.request.parent) if state.request.parent is not None else None
-        if parent is not None and parent.stage in (Stage.ENDED, Stage.RETAINED):
-            shared = parent.common(state.material) // pool.page_tokens
-            pool.share(parent.number, number, shared)
-            self._touch(parent)
-        need = state.pages - shared
-        if not pool.can_allocate(need):
-            retained = sorted((s for s in self._sequences.values() if s.stage is Stage.RETAINED), key=lambda s: s.used)
-            if pool.free + pool.reclaimable(s.number for s in retained) < need:
-                if number in pool:
-                    pool.release(number)
-                return False
-            for victim in retained:
-                if pool.can_allocate(need):
-                    break
-                self._counters.dropped_sequences += 1
-                self._forget(victim)
-        pool.allocate(number, need)
-        state.planned = state.computed = shared * pool.page_tokens
-        self._counters.shared_tokens += state.planned
-        return True
+        if parent is not None and parent.stage not in (Stage.ENDED, Stage.RETAINED):
+            parent = None
+        if parent is not None and parent.stage is Stage.RETAINED:
+            self.pages.touch(parent)
+        took = self.pages.take(state, parent)
+        if self.pages.discarded():
+            self._trim()
+        return took
 
-    def _touch(self, state: State) -> None:
-        self._clock += 1
-        state.used = self._clock
+    def _begin(self, state: State) -> BindPages:
+        """All pages of the sequence can be used: the next chunk may name it."""
+        state.stage = Stage.LIVE
+        self._counters.shared_tokens += state.planned
+        return BindPages(
+            self.model, state.number, 0, self.pages.frames(state.number), self.pages.tables.version(state.number)
+        )
+
+    def _arrived(self, state: State, good: bool) -> None:
+        """What the sequence waited for is there; or is not, then it asks anew, and what was lost is computed."""
+        if good:
+            self._outbox.append(self._begin(state))
+        else:
+            self.pages.give_back(state)
+            state.stage = Stage.WAITING
+            state.planned = state.computed = 0
+            self._admission_due = True
+
+    def _trim(self) -> None:
+        """Cuts retained sequences whose pages were given up."""
+        for state in [s for s in self._sequences.values() if s.stage is Stage.RETAINED]:
+            if not self.pages.trim(state):
+                self._counters.dropped_sequences += 1
+                self._forget(state)
+
+    def will_be_read(self, key: Hashable, steps: int) -> None:
+        """So many steps from now a retained sequence is gone on from; unknown keys are ignored."""
+        state = self._sequences.get(key)
+        if state is not None and state.stage is Stage.RETAINED:
+            self.pages.will_be_read(state, steps)
+
+    def frames_freed(self) -> None:
+        """Sequences that wait for room, or for pages, may try again."""
+        self._admission_due = True
 
     # --- what comes back --------------------------------------------------------------------------------------------
 
@@ -298,7 +294,7 @@ class Engine:
             return
         if not state.prefill_end_ns and (finish or state.computed == len(state.material)):
             state.prefill_end_ns = report.end_ns
-            yield Prefilled(key, state.prefill_start_ns, report.end_ns)
+            yield Prefilled(key, state.prefill_start_ns, report.end_ns, state.pages_loaded)
         if ids or text:
             yield Emitted(key, len(state.answer), ids, text)
             state.answer += ids
@@ -327,9 +323,8 @@ class Engine:
         if state.stage is not Stage.ENDED or state.in_flight:
             return
         if state.retain:
-            self._pool.truncate(state.number, self._pool.pages_of(state.valid))
+            self.pages.retain(state)
             state.stage = Stage.RETAINED
-            self._touch(state)
             self._admission_due = True
         else:
             self._forget(state)
@@ -338,35 +333,44 @@ class Engine:
         if self._sequences.get(state.request.key) is state:
             del self._sequences[state.request.key]
         self._leaving.discard(state)
+        self.pages.give_back(state)
         state.stage = Stage.GONE
-        if state.number in self._pool:
-            self._pool.release(state.number)
         self._admission_due = True
 
     # --- looking in -------------------------------------------------------------------------------------------------
+
+    def holders(self, key: Hashable) -> tuple[int, list[tuple[Hashable, int]]] | None:
+        """How many pages a sequence waits for, and who holds the most of them; None for one that does not wait."""
+        state = self._sequences.get(key)
+        if state is None or state.stage is not Stage.WAITING:
+            return None
+        held = [(s.request.key, s.pages) for s in self._sequences.values() if s.stage in (Stage.LIVE, Stage.LOADING)]
+        return state.pages, sorted(held, key=lambda entry: -entry[1])
 
     @property
     def is_idle(self) -> bool:
         """Nothing waits, runs or is on its way; retained sequences may be there."""
         stages = {s.stage for s in self._sequences.values()}
-        return not self._flights and not self._outbox and not stages & {Stage.WAITING, Stage.LIVE, Stage.ENDED}
+        return not self._flights and not self._outbox and stages <= {Stage.RETAINED}
 
     def statistics(self) -> EngineStatistics:
         stages = [s.stage for s in self._sequences.values()]
-        pool, counters = self._pool.statistics(), self._counters
+        pages, counters = self.pages, self._counters
         return EngineStatistics(
-            stages.count(Stage.WAITING), stages.count(Stage.LIVE), stages.count(Stage.RETAINED), pool.frames, pool.free,
+            stages.count(Stage.WAITING), stages.count(Stage.LOADING), stages.count(Stage.LIVE), stages.count(Stage.RETAINED),
+            pages.capacity, pages.pool.room(pages.cls),
             counters.prompt_tokens, counters.shared_tokens, counters.answer_tokens, counters.chunks,
             counters.recalled_chunks, counters.dropped_sequences,
         )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Raises InvariantViolation unless tables, sequences and chunks agree."""
-        self._pool.check_integrity()
+        self.pages.keeper.check_integrity()
+        self.pages.tables.check_integrity()
         states = [*self._sequences.values(), *self._leaving]
         holders = {s.number for s in states if s.stage is not Stage.WAITING}
-        if self._pool.sequences() != holders:
-            raise InvariantViolation(f"page tables of {self._pool.sequences()}, sequences {holders}")
+        if self.pages.tables.sequences() != holders:
+            raise InvariantViolation(f"page tables of {self.pages.tables.sequences()}, sequences {holders}")
         named = [share.state for flight in self._flights for share in flight.shares]
         for state in states:
             if named.count(state) != state.in_flight:

@@ -14,11 +14,15 @@ from hexrt.errors import ErrorRecord
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """The prompt is in the pages. Comes again when a request is added again after its device was lost."""
+    """The prompt is in the pages. Comes again when a request is added again after its device was lost.
+
+    `pages_loaded`: shared pages that had to be brought up first.
+    """
 
     key: Hashable
     start_ns: int
     end_ns: int
+    pages_loaded: int = 0
 
 
 class Emitted(msgspec.Struct, frozen=True):
@@ -53,9 +57,10 @@ Outcome = Prefilled | Emitted | Ended | Refused
 
 class EngineStatistics(msgspec.Struct, frozen=True):
     waiting: int
+    loading: int  # their pages are on their way
     live: int
     retained: int
-    frames: int
+    frames: int  # that the device could have for this model's pages
     frames_free: int
     prompt_tokens: int  # prefilled
     shared_tokens: int  # taken over from a parent's pages instead

@@ -18,6 +18,7 @@ from hexrt.protocol.host import Sampling
 
 class Stage(enum.Enum):
     WAITING = "waiting"  # holds nothing
+    LOADING = "loading"  # holds all its pages, some of which are on their way; no chunk names it
     LIVE = "live"  # holds all its pages; chunks name it
     ENDED = "ended"  # no new chunk names it, one on its way may
     RETAINED = "retained"  # holds the pages of what it has computed, until released or dropped
@@ -63,6 +64,11 @@ class State:
     drawn: int = 0
     in_flight: int = 0
     used: int = 0
+    pinned: bool = False  # its pages are
+    awaited: int = 0  # moves of its pages that are on their way
+    missing: int = 0  # pages that did not arrive
+    lifts: int = 0  # how often its parent's pages were fetched from NVME for it
+    pages_loaded: int = 0
     prefill_start_ns: int = 0
     prefill_end_ns: int = 0
     material: tuple[int, ...] = ()

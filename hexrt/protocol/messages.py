@@ -213,6 +213,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, array_like=True):
     state: str  # done, failed, cancelled, running, ...
     predicted_ns: int = 0
     tokens: int = 0
+    pages_migrated: int = 0  # brought up, from NVME or HOST, for it
+    migration_bytes: int = 0
 
 
 class RunTimeline(Message, tag="run_timeline"):

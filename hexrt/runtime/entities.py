@@ -50,6 +50,8 @@ class Task(msgspec.Struct, gc=False, eq=False):
     start_ns: int = 0
     end_ns: int = 0
     predicted_ns: int = 0
+    pages_migrated: int = 0  # brought up for it before it could start
+    migration_bytes: int = 0
     output: msgspec.Raw | None = None
     item: msgspec.Raw | None = None
     learn: Callable[[int], None] | None = None  # takes the run time in ns, for the cost model
@@ -119,7 +121,7 @@ def record_of(task: Task, state: str = "") -> AttemptRecord:
     return AttemptRecord(
         task.step.node.index, task.part, task.step.node.op.parts[task.op_part].name, task.attempt, task.device, 0, task.ready_ns,
         task.placed_ns, task.start_ns, task.end_ns, state or NAMES[task.state], task.predicted_ns,
-        len(task.answered) if task.answered else 0,
+        len(task.answered) if task.answered else 0, task.pages_migrated, task.migration_bytes,
     )  # fmt: skip
 
 

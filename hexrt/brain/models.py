@@ -1,0 +1,51 @@
+"""The models that LLM steps may name, and whether what a step asks of one could ever be held. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from hexrt.errors import BadRequest, HexrtError
+from hexrt.llm.steps import resolve_model
+from hexrt.memory.keeper import Keeper
+from hexrt.workflow.graph import Node
+
+PAGE_TOKENS = 16
+
+
+class LoadedModel(msgspec.Struct, frozen=True):
+    """What a host says of a model that it has loaded."""
+
+    page_bytes: int
+    context_tokens: int
+
+
+class ModelSource(msgspec.Struct, frozen=True):
+    """`page_bytes` and `context_tokens` are 0 where the model's config cannot be read: its host will say why."""
+
+    path: str
+    dtype: str
+    page_bytes: int = 0
+    context_tokens: int = 0
+
+
+def check_fits(node: Node, models: Mapping[str, ModelSource], keeper: Keeper, devices: Iterable[str]) -> None:
+    """Raises BadRequest, naming the step, where its answer could never lie in the memory of any of these devices."""
+    params: Any = node.params
+    try:
+        source = models[resolve_model(params.model, models)]
+    except HexrtError:
+        return  # said by the step's first part
+    if not source.page_bytes:
+        return
+    limit = min(getattr(params, "max_tokens", 0), source.context_tokens - 1)
+    pages = -(-(1 + limit) // PAGE_TOKENS)
+    most = max((keeper.pool.capacity(keeper.page_class(d, source.page_bytes)) for d in devices), default=pages)
+    if pages > most:
+        raise BadRequest(
+            f"{limit} tokens need {pages} pages of {source.page_bytes >> 10} KiB, and no device can have more than {most}: "
+            "lower it, or raise cpu.arena_mib",
+            f"steps.{node.id}.params.max_tokens",
+        )
