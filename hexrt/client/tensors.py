@@ -32,7 +32,7 @@ class SharedArray:
     writable view of it may be alive then (a variable that holds `image.array`, a slice of it, a torch tensor over it): BadRequest says so.
     """
 
-    __slots__ = ("_fd", "_pages", "dtype", "nbytes", "sealed", "shape")
+    __slots__ = ("_fd", "_pages", "_reader", "dtype", "nbytes", "sealed", "shape")
 
     def __init__(self, shape: int | Sequence[int], dtype: Any = "float32") -> None:
         """Zeros. Raises BadRequest for what cannot be sent, OutOfMemory."""
@@ -40,6 +40,7 @@ class SharedArray:
 
         self._fd = -1
         self._pages: mmap.mmap | None = None  # for writing, while some of it was asked for
+        self._reader: mmap.mmap | None = None
         self.sealed = False
         try:
             likeness = np.broadcast_to(np.zeros((), dtype), shape)
@@ -76,7 +77,9 @@ class SharedArray:
         """A read-only view, which does not stand in the way of sending."""
         import numpy as np
 
-        found = np.frombuffer(map_fd(self._fd, self.nbytes, False), self.dtype).reshape(self.shape)
+        if self._reader is None:  # private, or it would count as one that could be written
+            self._reader = mmap.mmap(self._fd, self.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        found = np.frombuffer(self._reader, self.dtype, self.nbytes // self.dtype.itemsize).reshape(self.shape)
         if copy or (dtype is not None and np.dtype(dtype) != self.dtype):
             return found.astype(dtype or self.dtype)
         return found

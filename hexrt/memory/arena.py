@@ -148,7 +148,11 @@ def map_fd(fd: int, size: int, writable: bool) -> memoryview:
     start = ctypes.addressof(ctypes.c_char.from_buffer(area))
     skip = -start % HUGE_BYTES
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    if libc.mmap(start + skip, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0) != start + skip:
+    mapped = libc.mmap(start + skip, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
+    if mapped != start + skip and ctypes.get_errno() == errno.EPERM and not writable:
+        # Linux before 6.7 takes any shared mapping for one that might be written, and refuses it of a sealed memfd.
+        mapped = libc.mmap(start + skip, size, protection, mmap.MAP_PRIVATE | MAP_FIXED, fd, 0)
+    if mapped != start + skip:
         if ctypes.get_errno() == errno.EACCES:
             raise BadRequest("a file that was opened for reading alone cannot be mapped for writing")
         raise OutOfMemory(f"{size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
