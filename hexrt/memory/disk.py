@@ -24,7 +24,9 @@ from hexrt.memory.arena import ALIGN_BYTES, SYSTEM, Calls, remainder
 from hexrt.memory.requests import REQUEST_BYTES, Move, Part, Request, Run, Work, cut
 from hexrt.protocol.host import NVME, Copied, Copy, CopyFault, Piece
 
-DEPTH = 4
+DEPTH = 4  # measured: from here on the disk is busy while one thread hashes
+"""Threads that call preadv and pwritev. io_uring would save calls of which a GiB takes 256; the binding there is (liburing 2026.3.30) holds
+the GIL while it waits, and stops the process on a processor without AVX-512, which no probe at start survives."""
 
 
 class Memory(Protocol):
