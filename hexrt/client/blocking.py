@@ -105,7 +105,7 @@ class Client:
             close_all((fd,))
         return number
 
-    def _transmit(self, data: bytearray, fd: int) -> None:
+    def _transmit(self, data: bytes, fd: int) -> None:
         if fd < 0:
             self._socket.sendall(data)
             return

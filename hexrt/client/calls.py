@@ -22,7 +22,7 @@ from hexrt.core import Durability, RunId, RunState
 from hexrt.errors import BadRequest, Disconnected, ErrorRecord, InvariantViolation, TaskFailed, from_record
 from hexrt.memory.passed import close_all
 from hexrt.protocol import messages as m
-from hexrt.protocol.framing import HEADER, FrameSplitter, frame
+from hexrt.protocol.framing import FrameSplitter, frame
 from hexrt.workflow.model import Workflow
 from hexrt.workflow.sendable import check_sendable
 
@@ -30,7 +30,9 @@ READ_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 30
 HANDSHAKE_S = 10.0
 T = TypeVar("T")
-_encoder = msgspec.msgpack.Encoder()
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
+_plain = msgspec.msgpack.Encoder()
+_TENSORS = _plain.encode("tensors")
 Run = RunId | bytes | str
 """A run's id: 16 bytes, or 32 hex digits."""
 
@@ -196,12 +198,14 @@ def _done(message: m.FromDaemon) -> None:
 class Wire:
     """The bytes of a connection, whoever moves them: numbers and encodes requests, cuts and decodes answers."""
 
-    __slots__ = ("_decoder", "_fds", "_max_bytes", "_numbers", "_splitter")
+    __slots__ = ("_decoder", "_encoder", "_fds", "_gathered", "_max_bytes", "_numbers", "_splitter")
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._splitter = FrameSplitter(MAX_ANSWER_BYTES)
         self._decoder = msgspec.msgpack.Decoder(m.FromDaemon)
+        self._gathered = Gathered()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._gathered.hook)
         self._max_bytes = 1 << 16
         self._fds: deque[int] = deque()  # that came, in the order of the answers they belong to
 
@@ -211,27 +215,32 @@ class Wire:
     def welcome(self, message: m.FromDaemon) -> None:
         self._max_bytes = _expect(m.Welcome, message).max_frame_bytes
 
-    def request(self, call: Call[Any]) -> tuple[int, bytearray, int]:
+    def request(self, call: Call[Any]) -> tuple[int, bytes, int]:
         """The number, the frame, and the file descriptor that goes with its first byte, to be closed once sent; -1 for none.
 
         Raises BadRequest where the request cannot be sent.
         """
         number = next(self._numbers)
         request = call.request(number)
-        data, fd = bytearray(HEADER.size), -1
-        if isinstance(request, m.Submit):
-            request, fd = _packed(request)
+        gathered = self._gathered
+        gathered.clear()
         try:
-            _encoder.encode_into(request, data, HEADER.size)
-            size = len(data) - HEADER.size
-            if size > self._max_bytes:
-                text = f"the request has {size} bytes and hexrtd takes {self._max_bytes} (limits.max_frame_mib)"
-                raise BadRequest(text)
-        except BaseException:
+            body = self._encoder.encode(request)
+        except UNSENDABLE as error:
+            if isinstance(request, m.Submit):
+                check_sendable(request.workflow)
+            raise BadRequest(f"the value cannot be sent: {error}", "workflow") from None
+        fd = -1
+        if gathered:
+            tensors, fd = gathered.pack()
+            # Where they lie is known only now: the same map with one entry more, and that is the last of Submit's.
+            body = bytes((body[0] + 1,)) + body[1:] + _TENSORS + _plain.encode(tensors)
+        if len(body) > self._max_bytes:
             close_all((fd,))
-            raise
-        HEADER.pack_into(data, 0, size)
-        return number, data, fd
+            raise BadRequest(
+                f"the request has {len(body)} bytes and hexrtd takes {self._max_bytes} (limits.max_frame_mib)"
+            )
+        return number, frame(body), fd
 
     def answers(self, data: bytes, fds: Iterable[int] = ()) -> Iterator[tuple[int | None, m.FromDaemon]]:
         """The messages that `data` completes, with the request they belong to, None for all. Raises Disconnected at nonsense.
@@ -262,18 +271,6 @@ class Wire:
         """Lets go of what came and belongs to no answer."""
         close_all(self._fds)
         self._fds.clear()
-
-
-def _packed(request: m.Submit) -> tuple[m.Submit, int]:
-    """The same with its workflow encoded and its large arrays in a memfd, the caller's to close; -1 where there is none. Raises BadRequest."""
-    gathered = Gathered()
-    try:
-        raw = msgspec.Raw(msgspec.msgpack.Encoder(enc_hook=gathered.hook).encode(request.workflow))
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        check_sendable(request.workflow)
-        raise BadRequest(f"the value cannot be sent: {error}", "workflow") from None
-    tensors, fd = gathered.pack() if gathered else ((), -1)
-    return msgspec.structs.replace(request, workflow=raw, tensors=tensors), fd
 
 
 def unreachable(path: Path, error: OSError) -> NoReturn:

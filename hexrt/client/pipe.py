@@ -50,7 +50,7 @@ class Pipe:
         else:
             self._end(None)
 
-    def send(self, data: bytearray, fd: int = -1) -> None:
+    def send(self, data: bytes, fd: int = -1) -> None:
         """Now as far as the socket takes it. `fd` is closed once it is sent, or cannot be."""
         if self.closed:
             close_all((fd,))

@@ -149,7 +149,7 @@ def shared_array(shape: int | Sequence[int], dtype: Any = "float32") -> SharedAr
 
 
 class Gathered:
-    """The large arrays of one workflow, each once, and in the end the memfd that holds them."""
+    """The large arrays of one request, each once, and in the end the memfd that holds them. Used again after `clear` or `pack`."""
 
     __slots__ = ("_arrays", "_handles")
 
@@ -174,6 +174,10 @@ class Gathered:
             handle = self._handles[id(array)] = len(self._arrays)
         return handle
 
+    def clear(self) -> None:
+        self._arrays.clear()
+        self._handles.clear()
+
     def __bool__(self) -> bool:
         return bool(self._arrays)
 
@@ -182,11 +186,13 @@ class Gathered:
 
         A SharedArray stays where it is and the others go behind it; of several, the largest, and of sent ones only one that is alone.
         """
-        shared = [a for a in self._arrays if isinstance(a, SharedArray)]
+        arrays = list(self._arrays)
+        self.clear()
+        shared = [a for a in arrays if isinstance(a, SharedArray)]
         for each in shared:
             each.let_go()
-        host = max((a for a in shared if not a.sealed or len(self._arrays) == 1), key=lambda a: a.nbytes, default=None)
-        others = [a for a in self._arrays if a is not host]
+        host = max((a for a in shared if not a.sealed or len(arrays) == 1), key=lambda a: a.nbytes, default=None)
+        others = [a for a in arrays if a is not host]
         contents = [_content(a) for a in others]
         if host is None:
             fd, offsets = sealed_copy(contents)
@@ -194,7 +200,7 @@ class Gathered:
             offsets = host.append(contents)
             fd = host.seal()
         at = {id(a): offset for a, offset in zip(others, offsets, strict=True)}
-        return tuple(Tensor(i + 1, at.get(id(a), 0), a.nbytes) for i, a in enumerate(self._arrays)), fd
+        return tuple(Tensor(i + 1, at.get(id(a), 0), a.nbytes) for i, a in enumerate(arrays)), fd
 
 
 def _content(array: Any) -> memoryview:
