@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from hexrt.errors import InvariantViolation
 from hexrt.memory.columns import DEAD, STATES, Level, Page, PageState
 from hexrt.memory.copies import Copies
-from hexrt.memory.tiers import NO_PAGE, Hop, Move, Tier, TierStatistics
+from hexrt.memory.tiers import NO_PAGE, Hop, Move, PageClass, Tier, TierStatistics
 
 
 def statistics(pool: Copies) -> tuple[TierStatistics, ...]:
@@ -76,12 +76,21 @@ def _check_page(pool: Copies, page: Page, moved: tuple[Move, Hop] | None) -> Non
     for level in Level:
         if copies >> level & 1:
             frame, span, owners = columns.frames[level][page], columns.span[page], record.owners[level]
-            if level not in record.below or any(owners[f] != page for f in range(frame, frame + span)):
+            if level not in record.levels or any(owners[f] != page for f in range(frame, frame + span)):
                 raise InvariantViolation(f"not the owner of its frames at {level.name}: {pool.story(page)}")
-        if columns.lists[level].list_of(page) != (pool.list_for(record, page, level) if level in record.below else 0):
+        if columns.lists[level].list_of(page) != _list_for(pool, record, page, level):
             raise InvariantViolation(
                 f"in list {columns.lists[level].list_of(page)} of {level.name}: {pool.story(page)}"
             )
+
+
+def _list_for(pool: Copies, record: PageClass, page: Page, level: Level) -> int:
+    """The list of the level that the page must be in, 0 for none: it has no copy there, moves, or is pinned and needs that copy."""
+    columns = pool.columns
+    copies, is_up = columns.copies[page], columns.copies[page] >> record.level & 1
+    if not copies >> level & 1 or columns.moves[page] or (columns.pins[page] and (level == record.level or not is_up)):
+        return 0
+    return record.lists[level] + 2 * columns.bucket[page] + (copies == 1 << level)
 
 
 def _count_page(

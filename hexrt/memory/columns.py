@@ -37,13 +37,18 @@ class PageState(enum.Enum):
 
 
 STATES = tuple(PageState)
-_A, _L, _R, _S = PageState.ABSENT, PageState.LOADING, PageState.RESIDENT, PageState.STORING
-LEGAL: frozenset[tuple[PageState, PageState]] = frozenset({
-    (_A, _L), (_L, _A), (_L, _R),  # ABSENT again: it failed, or went only part of the way up
-    (_R, _S), (_S, _R),
-    (_A, _S), (_S, _A),  # a page whose copies are all below its top tier
-    (_R, _A),  # evicted, or its tier is lost
-})  # fmt: skip
+ABSENT, LOADING, RESIDENT, STORING = range(4)
+LEGAL: dict[PageState, frozenset[PageState]] = {
+    PageState.ABSENT: frozenset(
+        {PageState.LOADING, PageState.STORING}
+    ),  # STORING: all its copies are below its top tier
+    PageState.LOADING: frozenset(
+        {PageState.ABSENT, PageState.RESIDENT}
+    ),  # ABSENT: it failed, or went only part of the way
+    PageState.RESIDENT: frozenset({PageState.STORING, PageState.ABSENT}),  # ABSENT: evicted, or its tier is lost
+    PageState.STORING: frozenset({PageState.RESIDENT, PageState.ABSENT}),
+}
+_NEXT = tuple(sum(1 << state.value for state in LEGAL[old]) for old in STATES)
 
 
 class PageColumns:
@@ -85,6 +90,14 @@ class PageColumns:
     def live(self) -> int:
         return len(self.refs) - len(self._unused)
 
+    @property
+    def bytes(self) -> int:
+        """Of all columns and lists."""
+        columns = (
+            self.refs, self.pins, self.cls, self.copies, self.state, self.bucket, self.span, self.moves, self.sums, self._unused, *self.frames
+        )  # fmt: skip
+        return sum(len(c) * c.itemsize for c in columns) + len(self) * sum(lists.bytes_a_node for lists in self.lists)
+
     def reserve(self, count: int) -> None:
         """Makes sure that `count` rows can be taken."""
         missing = count - len(self._unused)
@@ -125,18 +138,12 @@ class PageColumns:
         self.cls[page] = DEAD
         self._unused.append(page)
 
-    def to(self, page: Page, state: PageState) -> None:
+    def to(self, page: Page, state: int) -> None:
         """Changes the page's state. Raises InvariantViolation where that is no legal move."""
-        old = STATES[self.state[page]]
-        if (old, state) not in LEGAL:
-            raise InvariantViolation(f"from {old.name} to {state.name}: {self.story(page)}")
-        self.state[page] = state.value
-
-    def settle(self, page: Page, resident: bool) -> None:
-        """The state of a page that is in no move any more."""
-        state = PageState.RESIDENT if resident else PageState.ABSENT
-        if self.state[page] != state.value:
-            self.to(page, state)
+        old = self.state[page]
+        if not _NEXT[old] >> state & 1:
+            raise InvariantViolation(f"from {STATES[old].name} to {STATES[state].name}: {self.story(page)}")
+        self.state[page] = state
 
     def story(self, page: Page) -> str:
         if not 0 <= page < len(self.refs) or self.cls[page] == DEAD:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from heapq import merge
 
 from hexrt.errors import InvariantViolation
-from hexrt.memory.columns import DEAD, STATES, Level, Page, PageColumns, PageState
+from hexrt.memory.columns import ABSENT, DEAD, RESIDENT, STATES, Level, Page, PageColumns, PageState
 from hexrt.memory.frames import GRANULE, FrameSpace
-from hexrt.memory.lru import Lru, Policy
+from hexrt.memory.lru import Lru, Policy, relink
 from hexrt.memory.tiers import NO_PAGE, Move, PageClass, Tier
 
 
@@ -64,7 +64,9 @@ class Copies:
         cls.owners[tier.level] = tier.owners.setdefault(frame_class, array("I"))
         tier.leaving.setdefault(frame_class, 0)
         cls.lists[tier.level] = self.columns.lists[tier.level].add_lists(2 * self.policy.buckets)
-        cls.below = tuple(level for level in Level if cls.tiers[level] >= 0)
+        tier.users.setdefault(frame_class, []).append(cls)
+        cls.levels = tuple(int(level) for level in Level if cls.tiers[level] >= 0)
+        cls.orders = tuple((1 << at, cls.lists[at], self.columns.lists[at]) for at in cls.levels)
 
     def capacity(self, cls: int, tier: int | None = None) -> int:
         """Pages of one frame, if the whole tier (the class's top tier) were theirs."""
@@ -72,8 +74,9 @@ class Copies:
 
     def room(self, cls: int, tier: int | None = None) -> int:
         """Pages of one frame that could be made in the tier (the class's top tier) now, nothing evicted."""
-        chosen = self.tiers[self.classes[cls].top if tier is None else tier]
-        return 0 if chosen.closed else chosen.space.available(self._frame_class(cls, tier))
+        record = self.classes[cls]
+        chosen = self.tiers[record.top if tier is None else tier]
+        return 0 if chosen.closed else chosen.space.available(record.frame_classes[chosen.level])
 
     def can_create(self, cls: int, count: int, span: int = 1, tier: int | None = None) -> bool:
         """Whether the tier (the top tier) has frames for `count` pages of `span` contiguous frames each now."""
@@ -91,10 +94,10 @@ class Copies:
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
-    def _set_copy(self, record: PageClass, page: Page, level: Level, frame: int) -> None:
-        columns, span, owners = self.columns, self.columns.span[page], record.owners[level]
-        before = columns.copies[page]
-        columns.copies[page] = before | 1 << level
+    def _set_copy(self, record: PageClass, page: Page, level: int, frame: int) -> None:
+        columns, owners = self.columns, record.owners[level]
+        span, before = columns.span[page], columns.copies[page]
+        columns.copies[page] = after = before | 1 << level
         columns.frames[level][page] = frame
         if len(owners) < frame + span:
             owners.extend(array("I", (NO_PAGE,)) * (frame + span - len(owners) + 63))
@@ -102,13 +105,17 @@ class Copies:
             owners[frame] = page
         else:
             owners[frame : frame + span] = array("I", (page,)) * span
-        self.tiers[record.tiers[level]].pages += 1
-        self._count_dirty(record, before, before | 1 << level)
+        tiers = self.tiers
+        tiers[record.tiers[level]].pages += 1
+        if not before:
+            tiers[record.tiers[level]].dirty += 1
+        elif not before & (before - 1) and before != after:
+            tiers[record.tiers[before.bit_length() - 1]].dirty -= 1
 
-    def _drop_copy(self, record: PageClass, page: Page, level: Level) -> None:
-        columns, span, owners = self.columns, self.columns.span[page], record.owners[level]
-        before, frame = columns.copies[page], columns.frames[level][page]
-        columns.copies[page] = before ^ 1 << level
+    def _drop_copy(self, record: PageClass, page: Page, level: int) -> None:
+        columns, owners = self.columns, record.owners[level]
+        span, frame = columns.span[page], columns.frames[level][page]
+        columns.copies[page] = after = columns.copies[page] ^ 1 << level
         if span == 1:
             owners[frame] = NO_PAGE
         else:
@@ -116,38 +123,34 @@ class Copies:
         tier = self.tiers[record.tiers[level]]
         tier.space.free_run(record.frame_classes[level], frame, span)
         tier.pages -= 1
-        self._count_dirty(record, before, before ^ 1 << level)
-
-    def _count_dirty(self, record: PageClass, before: int, after: int) -> None:
-        if before and not before & (before - 1):
-            self.tiers[record.tiers[before.bit_length() - 1]].dirty -= 1
-        if after and not after & (after - 1):
+        if not after:
+            tier.dirty -= 1
+        elif not after & (after - 1):
             self.tiers[record.tiers[after.bit_length() - 1]].dirty += 1
 
     def _relink(self, record: PageClass, page: Page, fresh: int = 0) -> None:
-        """Puts the page in the lists it belongs in; at the levels of `fresh` as used now."""
-        columns = self.columns
-        for level in record.below:
-            lists, number = columns.lists[level], self.list_for(record, page, level)
-            old = lists.list_of(page)
-            if old and (old != number or fresh >> level & 1):
-                lists.remove(page)
-                old = 0
-            if number and not old:
-                if fresh >> level & 1:
-                    lists.push_back(page, number)
-                else:
-                    lists.put(page, number)
+        """Puts the page in the lists it belongs in; at the levels of `fresh` as used now.
 
-    def list_for(self, record: PageClass, page: Page, level: Level) -> int:
-        """The list of `level` that the page must be in: 0 for none, as it has no copy there, moves, or is pinned and needs that copy."""
+        A copy is in no list while the page moves, and while it is pinned and needs that copy: at the top, or, with none there, anywhere.
+        """
         columns = self.columns
         copies = columns.copies[page]
-        if not copies >> level & 1 or columns.moves[page]:
-            return 0
-        if columns.pins[page] and (level == record.level or not copies >> record.level & 1):
-            return 0
-        return record.lists[level] + 2 * columns.bucket[page] + (not copies & (copies - 1))
+        free, top = copies, 1 << record.level
+        if columns.moves[page]:
+            free = 0
+        elif columns.pins[page]:
+            free = copies & ~top if copies & top else 0
+        relink(record.orders, page, free, 2 * columns.bucket[page] + (not copies & (copies - 1)), fresh)
+
+    def _settle(self, record: PageClass, page: Page, fresh: int = 0) -> None:
+        """The page, in no move, gets the state and the lists that its copies give it."""
+        columns = self.columns
+        copies, top = columns.copies[page], 1 << record.level
+        state = RESIDENT if copies & top else ABSENT
+        if columns.state[page] != state:
+            columns.to(page, state)
+        free = (copies & ~top if copies & top else 0) if columns.pins[page] else copies
+        relink(record.orders, page, free, 2 * columns.bucket[page] + (not copies & (copies - 1)), fresh)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -156,16 +159,19 @@ class Copies:
 
         The pool must not change meanwhile.
         """
-        level = self.tiers[tier].level
-        chosen = [c for c in self.classes if c.tiers[level] == tier]
+        record = self.tiers[tier]
+        level, users = record.level, record.users
         if cls is not None:
-            wanted = self.classes[cls].frame_classes[level]
-            chosen = [c for c in chosen if c.frame_classes[level] == wanted]
+            firsts = [c.lists[level] for c in users[self.classes[cls].frame_classes[level]]]
+        else:
+            firsts = [c.lists[level] for group in users.values() for c in group]
+        if dirty is None:
+            firsts += [first + 1 for first in firsts]
+        elif dirty:
+            firsts = [first + 1 for first in firsts]
         lists = self.columns.lists[level]
-        kinds = (0, 1) if dirty is None else (int(dirty),)
-        for bucket in range(self.policy.buckets):
-            numbers = [c.lists[level] + 2 * bucket + kind for c in chosen for kind in kinds]
-            numbers = [number for number in numbers if lists.size(number)]
+        for offset in range(0, 2 * self.policy.buckets, 2):
+            numbers = [first + offset for first in firsts if lists.sizes[first + offset]]
             if len(numbers) == 1:
                 yield from lists.iterate(numbers[0])
             elif numbers:
@@ -186,8 +192,7 @@ class Copies:
         return total
 
     def _cls(self, page: Page) -> int:
-        columns = self.columns
-        cls = columns.cls[page] if 0 <= page < len(columns) else DEAD
+        cls = self.columns.cls[page] if 0 <= page < len(self.columns.cls) else DEAD
         if cls == DEAD:
             raise InvariantViolation(f"page {page} is none")
         return cls

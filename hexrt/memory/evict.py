@@ -60,7 +60,7 @@ class _Search:
 
     def _room_below(self, cls: int) -> int:
         record = self.pool.classes[cls]
-        tier = next((record.tiers[level] for level in record.below if level > self.level), -1)
+        tier = next((record.tiers[level] for level in record.levels if level > self.level), -1)
         if tier < 0 or self.pool.tiers[tier].closed:
             return 0
         most = max(self.need, 1)
@@ -105,20 +105,37 @@ def make_room(
 
     A dirty page that `admits` refuses is not stored but discarded, where it can be recomputed.
     """
-    record, level = pool.classes[cls], pool.tiers[tier].level
-    leaving = pool.tiers[tier].leaving.get(record.frame_classes[level], 0)
-    if pool.can_create(cls, count, span, tier):
-        return Room()
+    record, level, space = pool.classes[cls], pool.tiers[tier].level, pool.tiers[tier].space
+    frame_class = record.frame_classes[level]
+    leaving = pool.tiers[tier].leaving[frame_class]
     need = count * span - pool.room(cls, tier) - leaving
     if need <= 0:
-        if span == 1 or leaving:
+        if span == 1 or leaving or pool.can_create(cls, count, span, tier):
             return Room()
         need = span  # frames enough, and no run of them: as many again, the next call goes on
-    search = _Search(pool, tier, cls, may_discard, admits, need)
-    _take_cold_extents(search)
+    has_others = space.is_shared(frame_class)
+    room = Room()
+    if not has_others:
+        need = _take_clean(pool, tier, cls, need, room)
+        if need <= 0:
+            return room
+    search = _Search(pool, tier, cls, may_discard, admits, need, room)
+    if has_others:
+        _take_cold_extents(search)
     _take_own(search)
-    _take_extents(search, None)
+    if has_others and search.need > 0:
+        _take_extents(search, None)
     return search.room
+
+
+def _take_clean(pool: PagePool, tier: int, cls: int, need: int, room: Room) -> int:
+    """Pages to drop at once; what is needed still."""
+    for page in pool.victims(tier, cls, dirty=False):
+        if need <= 0:
+            break
+        room.drops.append(page)
+        need -= pool.columns.span[page]
+    return need
 
 
 def _take_own(search: _Search) -> None:
@@ -165,8 +182,6 @@ def _take_extents(search: _Search, limit: tuple[int, int] | None) -> None:
     space = pool.tiers[tier].space
     own = pool.classes[search.cls].frame_classes[search.level]
     frames = max(space.extent_bytes // space.frame_bytes(own), 1)
-    if search.need <= 0 or all(not space.held(c) for c in space.classes if c != own):
-        return
     for extent in _cold_extents(search, own, limit):
         if search.need <= 0:
             return

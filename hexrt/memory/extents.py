@@ -21,6 +21,7 @@ from hexrt.memory.bits import longest_run, lowest, run_around, runs_of
 
 EXTENT_BYTES = 32 << 20
 GRANULE = 4096
+STALE, UNLISTED = -1, -2
 
 
 class FrameStatistics(msgspec.Struct, frozen=True):
@@ -36,14 +37,15 @@ class FrameStatistics(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class FrameClass:
-    """Extents are bits of ints: those of the class, those with free frames, those by the size of their longest free run."""
+    """Extents are bits of ints: those of the class, those that may have free frames, those by the size of their longest free run."""
 
     number: int
     bytes: int
     own: int = 0
-    some: int = 0
-    stale: int = 0  # of `some`, those whose longest run is not known
+    some: int = 0  # those in `stale` or `by_run`
+    stale: int = 0  # whose free frames changed since they were measured; there may be none by now
     by_run: list[int] = field(default_factory=lambda: [0] * 24)  # k: the longest free run is of [2**k, 2**(k+1)) frames
+    lowest: int = 0  # no extent below has free frames
     free: int = 0
     held: int = 0
     usable: int = -1  # frames in own and free extents; -1: not counted since an extent changed hands
@@ -62,7 +64,7 @@ class Extents:
         self._owner = array("i", (-1,)) * self.extents
         self._mask = [0] * self.extents  # the free frames that begin in the extent
         self._held = array("I", (0,)) * self.extents  # frames held that lie in it, wholly or in part
-        self._bucket = array("b", (-1,)) * self.extents  # its place in `by_run`, -1 for none
+        self._bucket = array("b", (UNLISTED,)) * self.extents  # its place in `by_run`, or one of the two
         self._longest = array("I", (0,)) * self.extents
         self._free = (1 << self.extents) - 1
 
@@ -91,6 +93,13 @@ class Extents:
 
     def held(self, cls: int) -> int:
         return self._classes[cls].held
+
+    def is_shared(self, cls: int) -> bool:
+        """Whether another class holds frames too."""
+        for c in self._classes:
+            if c.held and c.number != cls:
+                return True
+        return False
 
     def available(self, cls: int) -> int:
         """Frames that can be allocated now: free ones in the class's extents, and what free extents would give."""
@@ -152,6 +161,7 @@ class Extents:
         """The extent holds no frame any more: it is cut for nobody."""
         first, end = self._crossing_own(c, extent, extent + 1)
         self._set_held(c, first, end)
+        self._unlist(c, extent)
         bit = 1 << extent
         c.own ^= bit
         self._free |= bit
@@ -181,21 +191,29 @@ class Extents:
             first = stop
 
     def _touched(self, c: FrameClass, extent: int) -> None:
-        """The extent's free frames changed: its longest run is unknown."""
-        bit, bucket = 1 << extent, self._bucket[extent]
+        """The extent's free frames changed: its longest run is unknown. One that has none any more is found out when it is looked at."""
+        bucket = self._bucket[extent]
+        if extent < c.lowest and self._mask[extent]:
+            c.lowest = extent
+        if bucket == STALE or (bucket == UNLISTED and not self._mask[extent]):
+            return
+        bit = 1 << extent
         if bucket >= 0:
             c.by_run[bucket] ^= bit
-            self._bucket[extent] = -1
-        elif c.stale & bit:
-            if not self._mask[extent]:
-                c.stale ^= bit
-                c.some ^= bit
+        c.some |= bit
+        c.stale |= bit
+        self._bucket[extent] = STALE
+
+    def _unlist(self, c: FrameClass, extent: int) -> None:
+        bucket, bit = self._bucket[extent], 1 << extent
+        if bucket == UNLISTED:
             return
-        if self._mask[extent]:
-            c.stale |= bit
-            c.some |= bit
+        if bucket == STALE:
+            c.stale ^= bit
         else:
-            c.some &= ~bit
+            c.by_run[bucket] ^= bit
+        c.some ^= bit
+        self._bucket[extent] = UNLISTED
 
     # --- looking in -------------------------------------------------------------------------------------------------
 
@@ -283,6 +301,10 @@ class Extents:
             free -= self.extents * self.extent_bytes - self.total_bytes
         return free + sum(c.free * c.bytes for c in self._classes)
 
+    @property
+    def bitmap_bytes(self) -> int:
+        return sum(mask.bit_length() // 8 + 28 for mask in self._mask) + 13 * self.extents
+
     def check_integrity(self) -> None:
         """Raises InvariantViolation unless extents have one owner each, and free + held == total in every class and extent."""
         owned = self._free
@@ -315,7 +337,8 @@ class Extents:
             raise InvariantViolation(f"extent {extent} counts {self._held[extent]} frames held and has {held}")
         bucket, length = self._bucket[extent], longest_run(mask)
         known = [k for k, bits in enumerate(c.by_run) if bits & bit]
-        if bool(c.some & bit) != bool(mask) or bool(c.stale & bit) != (bool(mask) and bucket < 0):
+        listed = bool(c.some & bit), bool(c.stale & bit)
+        if listed != (bucket != UNLISTED, bucket == STALE) or (mask and (bucket == UNLISTED or extent < c.lowest)):
             raise InvariantViolation(f"extent {extent} with free frames {mask:b} is not listed by them")
         if known != [bucket] * (bucket >= 0) or (
             bucket >= 0 and (length != self._longest[extent] or length.bit_length() - 1 != bucket)

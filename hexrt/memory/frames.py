@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from hexrt.errors import InvariantViolation, OutOfMemory
 from hexrt.memory.bits import find_run, longest_run, lowest, run_around, runs_of
-from hexrt.memory.extents import EXTENT_BYTES, GRANULE, Extents, FrameClass, FrameStatistics
+from hexrt.memory.extents import EXTENT_BYTES, GRANULE, STALE, Extents, FrameClass, FrameStatistics
 
 __all__ = ["EXTENT_BYTES", "GRANULE", "FrameSpace", "FrameStatistics"]
 
@@ -28,10 +28,8 @@ class FrameSpace(Extents):
     def allocate(self, cls: int, count: int) -> array[int]:
         """`count` frames in the longest runs at hand, ascending. Raises OutOfMemory with nothing changed."""
         c = self._classes[cls]
-        if count == 1 and c.some:
-            first, _ = self._lowest_frame(c)
-            self._take(c, first, 1)
-            return array("I", (first,))
+        if count == 1 and c.free:
+            return array("I", (self._take_lowest(c),))
         if not 0 <= count <= self.available(cls):
             raise self._refusal(c, count, "frames")
         pieces = []
@@ -49,13 +47,32 @@ class FrameSpace(Extents):
     def allocate_run(self, cls: int, span: int) -> int:
         """The first of `span` contiguous frames. Raises OutOfMemory with nothing changed."""
         c = self._classes[cls]
-        if span == 1 and c.some:
-            first, _ = self._lowest_frame(c)
-        else:
-            first = self._find_run(c, span) if 0 < span <= self.available(cls) else -1
+        if span == 1 and c.free:
+            return self._take_lowest(c)
+        first = self._find_run(c, span) if 0 < span <= self.available(cls) else -1
         if first < 0:
             raise self._refusal(c, span, "contiguous frames")
         self._take(c, first, span)
+        return first
+
+    def _take_lowest(self, c: FrameClass) -> int:
+        """The lowest free frame in the class's extents, which has one: the commonest case, and so written out."""
+        extent = c.lowest
+        mask = self._mask[extent]
+        if not mask or self._owner[extent] != c.number:
+            extent = self._lowest_extent(c)
+            mask = self._mask[extent]
+        bit = mask & -mask
+        first = -(-extent * self.extent_bytes // c.bytes) + bit.bit_length() - 1
+        if (first + 1) * c.bytes > (extent + 1) * self.extent_bytes:
+            self._take(c, first, 1)
+            return first
+        self._mask[extent] = mask ^ bit
+        self._held[extent] += 1
+        c.held += 1
+        c.free -= 1
+        if self._bucket[extent] != STALE:
+            self._touched(c, extent)
         return first
 
     def can_allocate_runs(self, cls: int, spans: Sequence[int]) -> bool:
@@ -91,9 +108,9 @@ class FrameSpace(Extents):
         while some:
             extent = lowest(some)
             some &= some - 1
-            if span > 1 and c.stale >> extent & 1:
+            if span > 1 and self._bucket[extent] == STALE:
                 self._measure(c, extent)
-            if span == 1 or self._longest[extent] >= span:
+            if self._mask[extent] and (span == 1 or self._longest[extent] >= span):
                 first = self._first(c, extent) + find_run(self._mask[extent], span)
                 if first >= limit:
                     return -1
@@ -115,7 +132,11 @@ class FrameSpace(Extents):
 
     def free_run(self, cls: int, first: int, span: int) -> None:
         c, size = self._classes[cls], self.extent_bytes
-        low, high = first * c.bytes // size, ((first + span) * c.bytes - 1) // size
+        start, end = first * c.bytes, (first + span) * c.bytes
+        low, high = start // size, (end - 1) // size
+        if span == 1 and low == high and self._owner[low] == cls and self._held[low] > 1:
+            self._free_one(c, first, low)
+            return
         self._check_held(c, first, span, low, high)
         c.held -= span
         self._set_free(c, first, first + span)
@@ -128,6 +149,18 @@ class FrameSpace(Extents):
             self._held[extent] -= self._inside(c, extent, first, first + span)
             if not self._held[extent]:
                 self._give_back(c, extent)
+
+    def _free_one(self, c: FrameClass, first: int, extent: int) -> None:
+        """One frame of an extent that stays in use: the commonest case, and so written out."""
+        mask, bit = self._mask[extent], 1 << (first - -(-extent * self.extent_bytes // c.bytes))
+        if mask & bit:
+            raise InvariantViolation(f"frame {first} of {c.bytes} bytes is freed twice")
+        self._mask[extent] = mask | bit
+        self._held[extent] -= 1
+        c.held -= 1
+        c.free += 1
+        if extent < c.lowest or self._bucket[extent] != STALE:
+            self._touched(c, extent)
 
     def _check_held(self, c: FrameClass, first: int, span: int, low: int, high: int) -> None:
         for extent in range(low, high + 1):
@@ -148,13 +181,21 @@ class FrameSpace(Extents):
 
     # --- choosing ---------------------------------------------------------------------------------------------------
 
+    def _lowest_extent(self, c: FrameClass) -> int:
+        """The lowest of the class's extents with a free frame; there is one."""
+        if self._owner[c.lowest] != c.number or not self._mask[c.lowest]:
+            while not self._mask[extent := lowest(c.some)]:
+                self._unlist(c, extent)
+            c.lowest = extent
+        return c.lowest
+
     def _lowest_frame(self, c: FrameClass) -> tuple[int, int]:
-        extent = lowest(c.some)
+        extent = self._lowest_extent(c)
         return self._first(c, extent) + lowest(self._mask[extent]), 1
 
     def _pick(self, c: FrameClass, need: int) -> tuple[int, int]:
         """A run of at most `need` frames: one that is long enough in the class's extents, else in free ones, else the longest."""
-        if need == 1 and c.some:
+        if need == 1 and c.free:
             return self._lowest_frame(c)
         extent = self._fit(c, need, thorough=False)
         if extent >= 0:
@@ -189,6 +230,9 @@ class FrameSpace(Extents):
 
     def _measure(self, c: FrameClass, extent: int) -> None:
         length = self._longest[extent] = longest_run(self._mask[extent])
+        if not length:
+            self._unlist(c, extent)
+            return
         bit, k = 1 << extent, length.bit_length() - 1
         self._bucket[extent] = k
         c.by_run[k] |= bit

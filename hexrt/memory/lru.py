@@ -51,78 +51,111 @@ class NextUse:
         return max(1, 3 - (steps.bit_length() - 4) // 2)  # 3: 8 to 31; 2: 32 to 127; 1: beyond
 
 
+Orders = tuple[tuple[int, int, "Lists"], ...]
+"""For each level that a page can be at: the level's bit, the first of the lists of its class, the lists."""
+
+
+def relink(orders: Orders, page: int, free: int, offset: int, fresh: int) -> None:
+    """Puts the page in the list `offset` of each level of `free` and in none of the others; in those of `fresh` as used now.
+
+    In the others where its last use belongs. Written out, as each page fault comes here several times.
+    """
+    at = page + MAX_LISTS
+    for bit, first, lists in orders:
+        old, new = lists.member[at], first + offset if free & bit else 0
+        if old == new and not (new and fresh & bit):
+            continue
+        following, preceding = lists.next, lists.previous
+        if old:
+            before, after = preceding[at], following[at]
+            following[before], preceding[after] = after, before
+            lists.sizes[old] -= 1
+        lists.member[at] = new
+        if new:
+            if fresh & bit:
+                lists.clock += 1
+                lists.stamps[at] = lists.clock
+                after = new
+            else:
+                after = lists.place(new, lists.stamps[at])
+            before = preceding[after]
+            following[before] = preceding[after] = at
+            preceding[at], following[at] = before, after
+            lists.sizes[new] += 1
+
+
 class Lists:
     """Node n stands at n + MAX_LISTS of the columns; below are the lists' own ends, so that no step has a special case."""
 
-    __slots__ = ("_clock", "_count", "_list", "_next", "_previous", "_sizes", "_stamp")
+    __slots__ = ("clock", "_count", "next", "previous", "stamps", "member", "sizes")
 
     def __init__(self) -> None:
-        self._previous = array("I", range(MAX_LISTS))
-        self._next = array("I", range(MAX_LISTS))
-        self._list = array("H", (0,)) * MAX_LISTS
-        self._stamp = array("Q", (0,)) * MAX_LISTS
-        self._sizes = array("I", (0,))
+        self.previous = array("I", range(MAX_LISTS))
+        self.next = array("I", range(MAX_LISTS))
+        self.member = array("H", (0,)) * MAX_LISTS
+        self.stamps = array("Q", (0,)) * MAX_LISTS
+        self.sizes = array("I", (0,))
         self._count = 1  # list 0 is none
-        self._clock = 0
+        self.clock = 0
 
     def add_lists(self, count: int) -> int:
         """The first of `count` new lists."""
         if self._count + count > MAX_LISTS:
             raise InvariantViolation(f"more than {MAX_LISTS} lists of pages")
         self._count += count
-        self._sizes.extend([0] * count)
+        self.sizes.extend([0] * count)
         return self._count - count
 
     def grow(self, nodes: int) -> None:
         """Makes columns for `nodes` nodes in all."""
-        more = nodes + MAX_LISTS - len(self._next)
+        more = nodes + MAX_LISTS - len(self.next)
         if more > 0:
-            for column, kind in ((self._previous, "I"), (self._next, "I"), (self._list, "H"), (self._stamp, "Q")):
+            for column, kind in ((self.previous, "I"), (self.next, "I"), (self.member, "H"), (self.stamps, "Q")):
                 column.extend(array(kind, bytes(more * column.itemsize)))
 
     def list_of(self, node: int) -> int:
         """0 for none."""
-        return self._list[node + MAX_LISTS]
+        return self.member[node + MAX_LISTS]
 
     def size(self, number: int) -> int:
-        return self._sizes[number]
+        return self.sizes[number]
 
     def stamp(self, node: int) -> int:
         """Grows with every use."""
-        return self._stamp[node + MAX_LISTS]
+        return self.stamps[node + MAX_LISTS]
 
     def push_back(self, node: int, number: int) -> None:
         """Puts a node that is in no list at a list's hot end, as used now."""
         at = node + MAX_LISTS
-        self._clock += 1
-        self._stamp[at] = self._clock
-        last = self._previous[number]
-        self._next[last] = self._previous[number] = at
-        self._previous[at] = last
-        self._next[at] = number
-        self._list[at] = number
-        self._sizes[number] += 1
+        self.clock += 1
+        self.stamps[at] = self.clock
+        last = self.previous[number]
+        self.next[last] = self.previous[number] = at
+        self.previous[at] = last
+        self.next[at] = number
+        self.member[at] = number
+        self.sizes[number] += 1
 
     def remove(self, node: int) -> None:
         """Takes a node out of the list that it is in."""
         at = node + MAX_LISTS
-        number = self._list[at]
+        number = self.member[at]
         if not number:
             raise InvariantViolation(f"page {node} is in no list")
-        before, after = self._previous[at], self._next[at]
-        self._next[before] = after
-        self._previous[after] = before
-        self._list[at] = 0
-        self._sizes[number] -= 1
+        before, after = self.previous[at], self.next[at]
+        self.next[before] = after
+        self.previous[after] = before
+        self.member[at] = 0
+        self.sizes[number] -= 1
 
     def touch(self, node: int) -> None:
         """Counts a use: the node goes to the hot end of its list, if it is in one."""
         at = node + MAX_LISTS
-        self._clock += 1
-        self._stamp[at] = self._clock
-        number = self._list[at]
+        self.clock += 1
+        self.stamps[at] = self.clock
+        number = self.member[at]
         if number:
-            following, preceding = self._next, self._previous
+            following, preceding = self.next, self.previous
             before, after = preceding[at], following[at]
             following[before] = after
             preceding[after] = before
@@ -131,41 +164,30 @@ class Lists:
             preceding[at] = last
             following[at] = number
 
-    def put(self, node: int, number: int) -> None:
-        """Puts a node that is in no list where its last use belongs, as near as can be found close to the list's ends."""
-        at = node + MAX_LISTS
-        after = self._place(number, self._stamp[at])
-        before = self._previous[after]
-        self._next[before] = self._previous[after] = at
-        self._previous[at] = before
-        self._next[at] = after
-        self._list[at] = number
-        self._sizes[number] += 1
-
-    def _place(self, number: int, stamp: int) -> int:
+    def place(self, number: int, stamp: int) -> int:
         """Before whom a node used at `stamp` belongs."""
-        stamps, cold, hot = self._stamp, self._next[number], self._previous[number]
+        stamps, cold, hot = self.stamps, self.next[number], self.previous[number]
         first, last = stamps[cold], stamps[hot]
         for _ in range(NEAR):
             if cold == number or stamps[cold] >= stamp:
                 return cold
             if stamps[hot] <= stamp:
-                return self._next[hot]
-            cold, hot = self._next[cold], self._previous[hot]
-        return self._next[number] if stamp - first < last - stamp else number
+                return self.next[hot]
+            cold, hot = self.next[cold], self.previous[hot]
+        return self.next[number] if stamp - first < last - stamp else number
 
     def front(self, number: int) -> int:
         """The coldest node; -1 for an empty list."""
-        first = self._next[number]
+        first = self.next[number]
         return first - MAX_LISTS if first != number else -1
 
     def iterate(self, number: int) -> Iterator[int]:
         """From cold to hot. The list must not change meanwhile."""
-        at = self._next[number]
+        at = self.next[number]
         while at != number:
             yield at - MAX_LISTS
-            at = self._next[at]
+            at = self.next[at]
 
     @property
     def bytes_a_node(self) -> int:
-        return sum(column.itemsize for column in (self._previous, self._next, self._list, self._stamp))
+        return sum(column.itemsize for column in (self.previous, self.next, self.member, self.stamps))

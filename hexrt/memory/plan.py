@@ -95,7 +95,7 @@ def write_back(
     chosen: list[Page] = []
     for page in pool.victims(tier, None, dirty=True):
         record = pool.classes[pool.cls(page)]
-        if not any(below > level for below in record.below) or (chosen and pool.cls(chosen[0]) != record.number):
+        if not any(below > level for below in record.levels) or (chosen and pool.cls(chosen[0]) != record.number):
             continue
         if admits is not None and not admits(page):
             continue

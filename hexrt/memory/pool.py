@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 from hexrt.errors import InvariantViolation, OutOfMemory
 from hexrt.memory import audit
-from hexrt.memory.columns import DEAD, Level, Page, PageState
+from hexrt.memory.columns import DEAD, LOADING, RESIDENT, STORING, Level, Page, PageState
 from hexrt.memory.copies import Copies
 from hexrt.memory.frames import GRANULE
-from hexrt.memory.lru import NEVER, Lru, NextUse, Policy
+from hexrt.memory.lru import MAX_LISTS, NEVER, Lru, NextUse, Policy
 from hexrt.memory.tiers import NO_PAGE, NOWHERE, Hop, Move, PageClass, Tier, TierStatistics
 
 __all__ = [
@@ -51,7 +51,7 @@ class PagePool(Copies):
         for frame in frames:
             page = columns.take(cls, span, self._unknown)
             columns.refs[page] = columns.pins[page] = 1
-            columns.state[page] = PageState.RESIDENT.value
+            columns.state[page] = RESIDENT
             self._set_copy(record, page, level, frame)
             pages.append(page)
         self.tiers[record.top].pinned += count
@@ -85,17 +85,19 @@ class PagePool(Copies):
         page = columns.take(record.number, span, self._unknown)
         columns.refs[page] = columns.pins[page] = 1
         self.tiers[record.top].pinned += 1
-        columns.to(page, PageState.LOADING)
+        columns.to(page, LOADING)
         hop = Hop(page, source, (record.top, frame * record.page_bytes), span * record.page_bytes)
         return page, self._open((hop,), record.level, copy_of)
 
-    def _allocate(self, record: PageClass, level: Level, spans: Sequence[int]) -> Sequence[int]:
+    def _allocate(self, record: PageClass, level: int, spans: Sequence[int]) -> Sequence[int]:
         """A first frame for each span, ascending where they are equal."""
         tier = self.tiers[record.tiers[level]]
         if tier.closed:
             raise OutOfMemory(f"{tier.name} takes no pages: {tier.degraded}", "pages")
         space, frame_class = tier.space, record.frame_classes[level]
-        if all(span == 1 for span in spans):
+        if len(spans) == 1:
+            return (space.allocate_run(frame_class, spans[0]),)
+        if spans.count(1) == len(spans):
             return space.allocate(frame_class, len(spans))
         return space.allocate_runs(frame_class, spans)
 
@@ -178,7 +180,7 @@ class PagePool(Copies):
                 self._relink(record, page)
 
     def _void_below(self, record: PageClass, page: Page) -> None:
-        for level in record.below:
+        for level in record.levels:
             if level > record.level and self.columns.copies[page] >> level & 1:
                 self._drop_copy(record, page, level)
 
@@ -192,47 +194,53 @@ class PagePool(Copies):
         """
         if not pages:
             raise InvariantViolation("a move of no pages")
-        record = self.classes[self._cls(pages[0])]
-        sources = {self._source(page, level) for page in pages}
-        if len(sources) != 1 or len(set(pages)) != len(pages):
-            raise InvariantViolation(f"a move of pages from {sources} with {self.story(pages[0])}")
-        source = sources.pop()
+        source, columns = self._source(pages[0], level), self.columns
+        record = self.classes[columns.cls[pages[0]]]
+        if len(pages) > 1:
+            self._check_alike(pages, record.number, source, level)
         if source == level:
-            hops = self._relocation(pages, level)
+            hops, state = self._relocation(pages, level), STORING
         else:
-            hops = self._passage(record, pages, source, level)
-        columns, state = self.columns, PageState.LOADING if level < source else PageState.STORING
+            hops, state = self._passage(record, pages, source, level), LOADING if level < source else STORING
         if level > source:
-            tier = self.tiers[record.tiers[source]]
+            leaving, frame_class = self.tiers[record.tiers[source]].leaving, record.frame_classes[source]
             for page in pages:
-                tier.leaving[self.classes[columns.cls[page]].frame_classes[source]] += columns.span[page]
+                leaving[frame_class] += columns.span[page]
         for page in pages:
             columns.to(page, state)
         return self._open(hops, level)
 
-    def _source(self, page: Page, level: Level) -> Level:
-        record, copies = self.classes[self._cls(page)], self.columns.copies[page]
-        if record.tiers[level] < 0 or not copies or self.columns.moves[page]:
-            raise InvariantViolation(f"cannot be moved to {level.name}: {self.story(page)}")
-        if copies >> level & 1:
-            if self.columns.pins[page]:
-                raise InvariantViolation(f"pinned and relocated: {self.story(page)}")
-            return level
-        above = copies & ((1 << level) - 1)
-        return Level(above.bit_length() - 1 if above else (copies & -copies).bit_length() - 1)
+    def _check_alike(self, pages: Sequence[Page], cls: int, source: int, level: Level) -> None:
+        for page in pages:
+            if self._source(page, level) != source or (source != level and self.columns.cls[page] != cls):
+                raise InvariantViolation(f"in one move with {self.story(pages[0])}: {self.story(page)}")
+        if len(set(pages)) != len(pages):
+            raise InvariantViolation(f"twice in one move: some of {list(pages)}")
 
-    def _passage(self, record: PageClass, pages: Sequence[Page], source: Level, level: Level) -> tuple[Hop, ...]:
+    def _source(self, page: Page, level: int) -> int:
+        columns = self.columns
+        record, copies = self.classes[self._cls(page)], columns.copies[page]
+        if record.tiers[level] < 0 or not copies or columns.moves[page]:
+            raise InvariantViolation(f"cannot be moved to {Level(level).name}: {self.story(page)}")
+        if copies >> level & 1:
+            if columns.pins[page]:
+                raise InvariantViolation(f"pinned and relocated: {self.story(page)}")
+            return int(level)
+        above = copies & ((1 << level) - 1)
+        return above.bit_length() - 1 if above else (copies & -copies).bit_length() - 1
+
+    def _passage(self, record: PageClass, pages: Sequence[Page], source: int, level: int) -> tuple[Hop, ...]:
         """Hops in order of their source, to frames in the same order, so that they make few copies."""
-        columns, classes = self.columns, self.classes
-        cls = record.number
-        if any(columns.cls[page] != cls for page in pages):
-            raise InvariantViolation(f"a move of pages of several classes: {self.story(pages[0])}")
-        place = columns.frames[source]
-        order = sorted(pages, key=place.__getitem__) if len(pages) > 1 else pages
-        frames = self._allocate(record, level, [columns.span[page] for page in order])
-        size, start, end = classes[cls].page_bytes, record.tiers[source], record.tiers[level]
+        span, place, size = self.columns.span, self.columns.frames[source], record.page_bytes
+        start, end = record.tiers[source], record.tiers[level]
+        if len(pages) == 1:
+            (page,) = pages
+            (frame,) = self._allocate(record, level, (span[page],))
+            return (Hop(page, (start, place[page] * size), (end, frame * size), span[page] * size),)
+        order = sorted(pages, key=place.__getitem__)
+        frames = self._allocate(record, level, [span[page] for page in order])
         return tuple([
-            Hop(page, (start, place[page] * size), (end, frame * size), columns.span[page] * size)
+            Hop(page, (start, place[page] * size), (end, frame * size), span[page] * size)
             for page, frame in zip(order, frames, strict=True)
         ])  # fmt: skip
 
@@ -265,7 +273,7 @@ class PagePool(Copies):
             page = hop.page
             columns.moves[page] = number
             for lists in columns.lists:
-                if lists.list_of(page):
+                if lists.member[page + MAX_LISTS]:
                     lists.remove(page)
         return move
 
@@ -278,22 +286,25 @@ class PagePool(Copies):
     ) -> None:
         """The copies are made, but those of `faults`, which lose their source too with `bad_source`. `sums` of pages written to NVME."""
         self._take_off(move)
-        source, target = move.hops[0].source[0], self.tiers[move.hops[0].target[0]]
+        count = size = 0
         for hop in move.hops:
-            page, arrived = hop.page, hop.page not in faults
-            if page in sums:
+            page = hop.page
+            if sums and page in sums:
                 self.columns.sums[page] = sums[page]
-            self._end(move, hop, arrived, bad_source and not arrived)
-        count = len(move.hops) - len(faults)
-        size = sum(hop.bytes for hop in move.hops if hop.page not in faults)
+            if faults and page in faults:
+                self._end(move, hop, arrived=False, lose_source=bad_source)
+            else:
+                count += 1
+                size += hop.bytes
+                self._end(move, hop, arrived=True, lose_source=False)
+        source, target = move.hops[0].source[0], self.tiers[move.hops[0].target[0]]
         target.copies_in += count
         target.bytes_in += size
-        target.faults += len(faults) * (not bad_source)
         if source >= 0:
-            tier = self.tiers[source]
-            tier.copies_out += count
-            tier.bytes_out += size
-            tier.faults += len(faults) * bad_source
+            self.tiers[source].copies_out += count
+            self.tiers[source].bytes_out += size
+        if faults:
+            (self.tiers[source] if bad_source and source >= 0 else target).faults += len(faults)
 
     def abort(self, move: Move) -> None:
         """As if it had never begun; a page that was to be made by it stays, lost."""
@@ -306,23 +317,22 @@ class PagePool(Copies):
             raise InvariantViolation(f"move {move.number} is not open")
 
     def _end(self, move: Move, hop: Hop, arrived: bool, lose_source: bool) -> None:
-        page, level, columns = hop.page, move.level, self.columns
+        columns, page, level = self.columns, hop.page, move.level
         record = self.classes[columns.cls[page]]
         columns.moves[page] = 0
-        within = hop.source[0] == hop.target[0] and move.copy_of == NO_PAGE
-        source = NOWHERE if hop.source[0] < 0 or move.copy_of != NO_PAGE else self.tiers[hop.source[0]].level
-        if source != NOWHERE and level > source:
+        is_new = hop.source[0] < 0 or move.copy_of != NO_PAGE  # the page has no copy yet
+        source = NOWHERE if is_new else self.tiers[hop.source[0]].level
+        if not is_new and level > source:
             self.tiers[hop.source[0]].leaving[record.frame_classes[source]] -= columns.span[page]
-        gone = not columns.refs[page] and not columns.pins[page]
-        stale = page in self._stale
-        if gone or stale or not arrived or (within and columns.pins[page]):
+        gone, stale = not columns.refs[page] and not columns.pins[page], page in self._stale
+        if gone or stale or not arrived or (source == level and columns.pins[page]):
             self._free_target(record, level, hop)
         else:
-            if within:
+            if source == level:
                 self._drop_copy(record, page, level)
             self._set_copy(record, page, level, hop.target[1] // record.page_bytes)
-        if lose_source and source != NOWHERE and columns.copies[page] >> source & 1:
-            self._drop_copy(record, page, Level(source))
+        if lose_source and not is_new:
+            self._drop_copy(record, page, source)
         if stale:
             self._stale.discard(page)
             self._void_below(record, page)
@@ -330,9 +340,8 @@ class PagePool(Copies):
             self.unpin((move.copy_of,))
         if gone:
             self._forget(page)
-            return
-        columns.settle(page, bool(columns.copies[page] >> record.level & 1))
-        self._relink(record, page, fresh=0 if within else 1 << level)
+        else:
+            self._settle(record, page, 0 if source == level else 1 << level)
 
     def _free_target(self, record: PageClass, level: Level, hop: Hop) -> None:
         frame, span = hop.target[1] // record.page_bytes, self.columns.span[hop.page]
@@ -343,16 +352,17 @@ class PagePool(Copies):
     def drop(self, page: Page, level: Level) -> None:
         """Frees the copy at `level` of an evictable page: another copy must be there, or the class be recomputable (the page may be lost then)."""
         columns, record = self.columns, self.classes[self._cls(page)]
-        if not columns.lists[level].list_of(page):
-            raise InvariantViolation(f"cannot be evicted from {level.name}: {self.story(page)}")
+        if not columns.lists[level].member[page + MAX_LISTS]:
+            raise InvariantViolation(f"cannot be evicted from {Level(level).name}: {self.story(page)}")
         tier, only = self.tiers[record.tiers[level]], columns.copies[page] == 1 << level
-        if only and not record.recomputable:
+        if not only:
+            tier.evictions += 1
+        elif record.recomputable:
+            tier.discards += 1
+        else:
             raise InvariantViolation(f"the last copy cannot be dropped: {self.story(page)}")
         self._drop_copy(record, page, level)
-        tier.discards += only
-        tier.evictions += not only
-        columns.settle(page, bool(columns.copies[page] >> record.level & 1))
-        self._relink(record, page)
+        self._settle(record, page)
 
     def tier_lost(self, tier: int) -> list[Page]:
         """All copies in the tier are gone, and moves that touch it are aborted; the tier stays. Returns the pages that have no copy any more."""
@@ -365,9 +375,7 @@ class PagePool(Copies):
             record = self.classes[columns.cls[page]]
             if record.tiers[level] == tier:
                 self._drop_copy(record, page, level)
-                if not columns.moves[page]:
-                    columns.settle(page, bool(columns.copies[page] >> record.level & 1))
-                self._relink(record, page)
+                self._settle(record, page)
                 if not columns.copies[page]:
                     lost.append(page)
         return lost
@@ -379,7 +387,7 @@ class PagePool(Copies):
         for lists in columns.lists:
             if lists.list_of(page):
                 lists.remove(page)
-        for level in record.below:
+        for level in record.levels:
             if columns.copies[page] >> level & 1:
                 self._drop_copy(record, page, level)
         columns.give_back(page)

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
 from hexrt.memory.columns import LEVELS, Level, Page
 from hexrt.memory.frames import FrameSpace, FrameStatistics
+from hexrt.memory.lru import Orders
 
 NOWHERE = -1
 """The tier that the bytes of an adopted page come from: none of the pool's."""
 NO_PAGE = 0xFFFF_FFFF
 
 
-class Hop(NamedTuple):
+class Hop(msgspec.Struct, frozen=True, gc=False):
     page: Page
     source: tuple[int, int]  # tier, byte offset
     target: tuple[int, int]
     bytes: int
 
 
-class Move(NamedTuple):
+class Move(msgspec.Struct, frozen=True, gc=False):
     """Open until it is committed or aborted. All hops go between the same two tiers."""
 
     number: int
@@ -43,6 +43,9 @@ class Tier:
     degraded: str = ""  # what is wrong with it, for people
     closed: bool = False  # takes no more pages
     owners: dict[int, array[int]] = field(default_factory=dict)  # frame class -> the page of each held frame
+    users: dict[int, list[PageClass]] = field(
+        default_factory=dict
+    )  # frame class -> the classes of pages in such frames
     leaving: dict[int, int] = field(default_factory=dict)  # frame class -> frames whose content open moves carry down
     pages: int = 0
     dirty: int = 0
@@ -69,7 +72,8 @@ class PageClass:
     frame_classes: list[int] = field(default_factory=lambda: [-1] * LEVELS)
     lists: list[int] = field(default_factory=lambda: [-1] * LEVELS)  # the first of 2 a bucket: clean, dirty
     owners: list[array[int]] = field(default_factory=lambda: [array("I") for _ in range(LEVELS)])
-    below: tuple[Level, ...] = ()  # the levels that it has, its top first
+    levels: tuple[int, ...] = ()  # that it has, its top first
+    orders: Orders = ()
 
 
 class TierStatistics(msgspec.Struct, frozen=True):
