@@ -42,6 +42,7 @@ from hexrt.runtime.fleet import Fleet, host_environ
 from hexrt.runtime.service import Service
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
+from hexrt.runtime.tensors import Tensors
 from hexrt.scheduling.cost import CostModel
 from hexrt.server.connection import ConnectionLimits
 from hexrt.server.listen import Listener, bind, inherited
@@ -79,9 +80,10 @@ class Daemon:
             config.cpu.arena_mib << 20, config.cpu.token_budget, config.cpu.passes,
         )  # fmt: skip
         self.brain = Brain(self.table, self.cost, engines)
+        self.tensors = Tensors(self.table.holding, config.memory.ring_mib << 20)
         self.service = Service(
             self._loop, self.table, self.brain, self.store, self._clock, config.limits, config.daemon.admin_gids,
-            lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s, self._facts), self.stop,
+            lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s, self._facts), self.stop, self.tensors,
         )  # fmt: skip
         self.server = Server(self.service, self._server_limits(), self._bug)
 
@@ -133,9 +135,9 @@ class Daemon:
         self._temporary.mkdir(mode=0o700)
         fleet = owner.fleet = Fleet(
             self._loop, self.brain, self.brain.engines, self._clock, owner.post, owner.wake, owner.turn_if_due, self._hello, first,
-            host_environ(os.environ, self._temporary),
+            host_environ(os.environ, self._temporary), self.tensors,
         )  # fmt: skip
-        bodies = Bodies(self._ops, self._hello("io:0", 0), self.config.limits.max_output_mib << 20)
+        bodies = Bodies(self._ops, self._hello("io:0", 0), self.config.limits.max_output_mib << 20, self.tensors)
         fleet.add_io(Device("io:0", DeviceKind.IO, 256, "io"), IoDevice(bodies, fleet.on_io_report))
         for index in range(self.config.pool.workers or os.cpu_count() or 1):
             fleet.add(Device(f"pool:{index}", DeviceKind.POOL, self.config.pool.window, "pool"), "pool")
@@ -252,6 +254,7 @@ class Daemon:
             await fleet.close()
             self._clear_temporary()
         self.service.close()
+        self.tensors.close()
         if self._saving is not None:
             self._saving.cancel()
             self.store.save("cost", self.cost.dump())

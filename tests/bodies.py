@@ -73,4 +73,4 @@ class Machine:
         self, op: str, params: Mapping[str, Any] | None = None, inputs: Mapping[str, Any] | None = None, **more: Any
     ) -> Any:
         run, context, typed, given = self.bodies.prepare(launch(op, params, inputs, **more))
-        return decode(self.bodies.encode(await run(context, typed, given)))
+        return decode(self.bodies.encode(await run(context, typed, given)).raw)

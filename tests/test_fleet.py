@@ -19,6 +19,7 @@ from hexrt.protocol.host import Ping
 from hexrt.runtime.entities import Task
 from hexrt.runtime.fleet import Fleet, Member
 from hexrt.runtime.state import RunTable
+from hexrt.runtime.tensors import Tensors
 from hexrt.scheduling.cost import CostModel
 from tests.notation import place, submit, table, workflow
 
@@ -89,7 +90,7 @@ async def scene(last_command: int = 0, last_begun: int = 0, kind: DeviceKind = D
     brain = Brain(runs, CostModel(), engines)
     fleet = Fleet(
         asyncio.get_running_loop(), brain, engines, SystemClock(), events.append, lambda: None, lambda: None,
-        no_more_hosts, 1, {},
+        no_more_hosts, 1, {}, Tensors(runs.holding, 1 << 20),
     )  # fmt: skip
     device = Device("pool:0", kind, 64, "pool", ready=True)
     link = DeadLink(last_command, last_begun)

@@ -1,23 +1,28 @@
 """Runs the body of a step in a host process: finds it, decodes what it is given, encodes what it returns.
 
-Owns a cache of imported bodies. An exception of the body becomes an ErrorRecord here and nowhere else.
+Owns a cache of imported bodies. Large arrays come as views of shared memory and go into the host's ring, see `hexrt.devices.tensors`. An exception of the body becomes an ErrorRecord here and nowhere else.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
+from hexrt.devices.tensors import Desk, Memory, Output, Placing
+from hexrt.errors import BadRequest, ErrorRecord, HexrtError, NotFound, TaskFailed, Unavailable
 from hexrt.ops.spec import OpSpec, StepContext
 from hexrt.protocol.host import Hello, Launch
-from hexrt.values import decode, encode, pick
+from hexrt.values import decode, encode, encoder_to, pick
 
 EMPTY = b"\x80"
 MAX_MESSAGE = 2_000
+NONE_GIVEN: Mapping[int, memoryview] = MappingProxyType({})
+NO_OUTPUTS: Mapping[int, Output] = MappingProxyType({})
 
 
 def describe(error: BaseException) -> ErrorRecord:
@@ -44,12 +49,16 @@ def put(inputs: dict[str, Any], to: Sequence[str | int], value: Any) -> None:
 
 
 class Bodies:
-    """The bodies that one host process can run."""
+    """The bodies that one host process can run. Without `memory` nothing is shared: every tensor goes inline."""
 
-    def __init__(self, ops: Mapping[str, OpSpec], hello: Hello, max_output_bytes: int) -> None:
+    def __init__(self, ops: Mapping[str, OpSpec], hello: Hello, max_output_bytes: int, memory: Memory | None = None) -> None:  # fmt: skip
         self._ops = ops
         self._hello = hello
         self._max_output_bytes = max_output_bytes
+        self._desk = Desk(memory, hello.host_epoch)
+        self._encoder = encoder_to(self._place)
+        self._given: Mapping[int, memoryview] = NONE_GIVEN  # these two: of the output that is being encoded
+        self._placing: Placing | None = None
         self._cache: dict[tuple[str, int], tuple[Callable[..., Any], Any, list[tuple[str, Any]], dict[str, Any]]] = {}
 
     def _find(self, name: str, part: int) -> tuple[Callable[..., Any], Any, list[tuple[str, Any]], dict[str, Any]]:
@@ -68,18 +77,28 @@ class Bodies:
         self._cache[name, part] = found
         return found
 
+    def given(self, launch: Launch, local: Mapping[int, Output] = NO_OUTPUTS) -> Mapping[int, memoryview]:
+        """The tensors that the inputs of `launch` may name, by handle; `local` are the outputs of earlier launches that it may take."""
+        views = self._desk.given(launch.tensors) if launch.tensors else NONE_GIVEN
+        if local:
+            for binding in launch.bindings:
+                if binding.local and (more := local[binding.local].views):
+                    views = {**views, **more}
+        return views
+
     def prepare(
-        self, launch: Launch, local: Mapping[int, bytes] | None = None
+        self, launch: Launch, local: Mapping[int, Output] = NO_OUTPUTS, given: Mapping[int, memoryview] = NONE_GIVEN
     ) -> tuple[Callable[..., Any], StepContext, Any, dict[str, Any]]:
         """The body of `launch` and its three arguments. Raises HexrtError where they cannot be made."""
+        find = partial(_find_tensor, given) if given else None
         run, params_decoder, typed, settings = self._cache.get((launch.op, launch.part)) or self._find(
             launch.op, launch.part
         )
-        inputs: dict[str, Any] = {} if launch.inputs == EMPTY else decode(launch.inputs)
+        inputs: dict[str, Any] = {} if launch.inputs == EMPTY else decode(launch.inputs, find)
         for binding in launch.bindings:
             if binding.to:
-                value = local[binding.local] if binding.local and local is not None else binding.value
-                put(inputs, binding.to, decode(pick(value, binding.path)))
+                value = local[binding.local].raw if binding.local else binding.value
+                put(inputs, binding.to, decode(pick(value, binding.path), find))
         for port, kind in typed:
             if port in inputs:
                 try:
@@ -93,13 +112,41 @@ class Bodies:
         )  # fmt: skip
         return run, context, params_decoder.decode(launch.params), inputs
 
-    def encode(self, output: Any) -> bytes:
-        raw = encode(output)
+    def _place(self, array: Any) -> int | None:
+        if self._placing is None:
+            self._placing = Placing(self._desk, self._given)
+        return self._placing.place(array)
+
+    def encode(self, output: Any, given: Mapping[int, memoryview] = NONE_GIVEN) -> Output:
+        """Encodes what a body returned that had these tensors. Raises TaskFailed where it cannot be sent or is too large."""
+        self._given, self._placing = given, None
+        done = None
+        try:
+            raw = encode(output, encoder=self._encoder)
+            if self._placing is not None:
+                done = self._placing.commit(raw, self._max_output_bytes)
+                return done
+        finally:
+            if self._placing is not None and done is None:
+                self._placing.abort()
+            self._given, self._placing = NONE_GIVEN, None
         if len(raw) > self._max_output_bytes:
             raise TaskFailed(f"the output has {len(raw)} bytes, more than the {self._max_output_bytes} allowed")
-        return raw
+        return Output(raw)
 
-    def run(self, launch: Launch, local: Mapping[int, bytes] | None = None) -> bytes:
-        """Runs a plain body to its end and returns its encoded output. Raises whatever the body raises."""
-        run, context, params, inputs = self.prepare(launch, local)
-        return self.encode(run(context, params, inputs))
+    def carry_out(self, launch: Launch, local: Mapping[int, Output] = NO_OUTPUTS) -> Output:
+        """Runs a plain body to its end. Raises whatever the body raises."""
+        given = self.given(launch, local) if launch.tensors or local else NONE_GIVEN
+        run, context, params, inputs = self.prepare(launch, local, given)
+        return self.encode(run(context, params, inputs), given)
+
+    def run(self, launch: Launch) -> bytes:
+        """Runs a plain body to its end and returns its encoded output."""
+        return self.carry_out(launch).raw
+
+
+def _find_tensor(given: Mapping[int, memoryview], handle: int) -> memoryview:
+    try:
+        return given[handle]
+    except KeyError:
+        raise NotFound(f"there is no tensor {handle} among the inputs") from None

@@ -105,7 +105,7 @@ class CpuProgram(HostProgram):
 
         settings = self.hello.settings.get("cpu", {})
         self._threads = int(settings.get("threads") or len(os.sched_getaffinity(0)))
-        self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"])
+        self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"], self.places)
         self._models: dict[str, ModelEngine] = {}  # changed on the compute thread only
         arena_bytes = int(settings.get("arena_mib", 0)) << 20
         self._arena = DEVICE if arena_bytes else HOST  # without one of its own: pages are used in place in the host's
@@ -168,12 +168,12 @@ class CpuProgram(HostProgram):
         try:
             if any(binding.local for binding in launch.bindings):
                 raise InvariantViolation(f"{self.hello.device} keeps no outputs for later launches")
-            output = self._bodies.run(launch)
+            output = self._bodies.carry_out(launch)
         except BaseException as error:  # a body may raise anything, SystemExit too: border of a task
             self._post(HostFailed(launch.command, launch.attempt, start, monotonic_ns(), describe(error)))
         else:
             end = monotonic_ns()
-            self._post(HostFinished(launch.command, launch.attempt, start, end, msgspec.Raw(output)))
+            self._post(HostFinished(launch.command, launch.attempt, start, end, msgspec.Raw(output.raw), output.made))
 
     def _carry_out(self, message: LoadModel | UnloadModel | BindPages | Chunk | Copy | Release) -> None:
         start = monotonic_ns()

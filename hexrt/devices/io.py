@@ -41,11 +41,14 @@ class IoDevice:
 
     async def _run(self, launch: Launch, start_ns: int) -> FromHost:
         try:
-            run, context, params, inputs = self._bodies.prepare(launch)
-            output = self._bodies.encode(await run(context, params, inputs))
+            given = self._bodies.given(launch)
+            run, context, params, inputs = self._bodies.prepare(launch, given=given)
+            output = self._bodies.encode(await run(context, params, inputs), given)
         except Exception as error:  # border of a task
             return HostFailed(launch.command, launch.attempt, start_ns, monotonic_ns(), describe(error))
-        return HostFinished(launch.command, launch.attempt, start_ns, monotonic_ns(), msgspec.Raw(output))
+        return HostFinished(
+            launch.command, launch.attempt, start_ns, monotonic_ns(), msgspec.Raw(output.raw), output.made
+        )
 
     def _ended(self, launch: Launch, start_ns: int, task: asyncio.Task[FromHost]) -> None:
         del self._tasks[launch.command]

@@ -17,6 +17,7 @@ from hexrt.devices.body import Bodies, describe
 from hexrt.devices.host import HostProgram
 from hexrt.devices.npu_provider import choose_provider
 from hexrt.devices.onnx import Execution
+from hexrt.devices.tensors import Output
 from hexrt.errors import Cancelled, ErrorRecord, Overloaded, Unavailable
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.host import (
@@ -41,7 +42,7 @@ class NpuProgram(HostProgram):
     def start(self) -> dict[str, Any]:
         settings = self.hello.settings
         self._target, facts = choose_provider(settings.get("npu", {}))
-        self._bodies = Bodies(load_ops()[0], self.hello, settings["max_output_bytes"])
+        self._bodies = Bodies(load_ops()[0], self.hello, settings["max_output_bytes"], self.places)
         self._changed = threading.Condition()  # guards what follows, down to the thread
         self._queue: deque[Launch] = deque()
         self._arrived: list[
@@ -50,7 +51,7 @@ class NpuProgram(HostProgram):
         self._running: tuple[int, Execution] | None = None
         self._stopped = False
         self._wanted: set[int] = set()  # commands whose output a Launch takes from here
-        self._local: dict[int, bytes] = {}
+        self._local: dict[int, Output] = {}
         self._broken: set[int] = set()  # commands whose local consumers are dropped
         self._thread = threading.Thread(target=self._serve, name="npu", daemon=True)
         self._thread.start()
@@ -148,7 +149,7 @@ class NpuProgram(HostProgram):
             self.loop.call_soon_threadsafe(self.report, HostStarted(command, attempt, start))
         try:
             with execution:
-                output = self._bodies.run(launch, self._local)
+                output = self._bodies.carry_out(launch, self._local)
         except BaseException as error:  # a body may raise anything: border of a task
             failure = describe(error)
         else:
@@ -156,7 +157,7 @@ class NpuProgram(HostProgram):
                 with self._changed:
                     if command in self._wanted:
                         self._local[command] = output
-                return HostFinished(command, attempt, start, monotonic_ns(), msgspec.Raw(output))
+                return HostFinished(command, attempt, start, monotonic_ns(), msgspec.Raw(output.raw), output.made)
         if execution.cancelled:  # whatever the body made of it
             failure = Cancelled("cancelled while it ran").record()
         with self._changed:

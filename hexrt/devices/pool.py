@@ -14,6 +14,7 @@ import msgspec
 
 from hexrt.devices.body import Bodies, describe
 from hexrt.devices.host import HostProgram
+from hexrt.devices.tensors import Output
 from hexrt.errors import ErrorRecord
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.host import Cancel, HostFailed, HostFinished, HostStarted, Launch, ToHost, Withdraw
@@ -25,10 +26,10 @@ NOT_BEGUN = ErrorRecord("dropped", "not begun")
 
 class PoolProgram(HostProgram):
     def start(self) -> dict[str, Any]:
-        self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"])
+        self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"], self.places)
         self._queue: deque[Launch] = deque()
         self._wanted: set[int] = set()  # commands whose output a queued Launch takes from here
-        self._local: dict[int, bytes] = {}
+        self._local: dict[int, Output] = {}
         self._broken: set[int] = set()  # commands whose local consumers are dropped
         self._running = False
         return {}
@@ -76,7 +77,7 @@ class PoolProgram(HostProgram):
                 self.flush()
             cell[1] = cell[0] = command
             try:
-                output = self._bodies.run(launch, self._local)
+                output = self._bodies.carry_out(launch, self._local)
             except BaseException as error:  # a body may raise anything, SystemExit too: border of a task
                 end = monotonic_ns()
                 self._broken.add(command)
@@ -85,7 +86,7 @@ class PoolProgram(HostProgram):
                 end = monotonic_ns()
                 if command in self._wanted:
                     self._local[command] = output
-                report(HostFinished(command, launch.attempt, start, end, msgspec.Raw(output)))
+                report(HostFinished(command, launch.attempt, start, end, msgspec.Raw(output.raw), output.made))
             cell[0] = 0
             if end - flushed > FLUSH_NS:
                 self.flush()

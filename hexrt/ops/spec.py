@@ -71,7 +71,9 @@ class OpSpec(msgspec.Struct, frozen=True):
 class StepContext(msgspec.Struct, frozen=True, gc=False):
     """What a body knows of its surroundings. Bodies are `def body(context, params, inputs) -> output` (`async def` on io).
 
-    `inputs` is a dict by port name; values are those of `hexrt.values`. `settings` is the `[ops.NAME]` table of the config.
+    `inputs` is a dict by port name; values are those of `hexrt.values`. Arrays among them are read-only views of memory that is used again
+    once the body has returned: it keeps no view of them (a copy where it must), but may return one, which costs nothing where it is
+    returned whole. `torch.from_dlpack(array)` reads it in place. `settings` is the `[ops.NAME]` table of the config.
     `state_dir` is private to hexrtd; a body keeps what must last under `state_dir / "ops" / <op name>`. `models` is the [models] table,
     {name: {path, dtype}} in the config's order; a path is relative to `models_dir`.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -70,7 +70,15 @@ def status_of(run: Run, now_ns: int) -> RunStatus:
     return RunStatus(0, summary_of(run, now_ns), tuple(step_status(s) for s in run.steps))
 
 
-def outputs_of(run: Run) -> tuple[dict[str, msgspec.Raw], dict[str, ErrorRecord]]:
+Inline = Callable[[Run, msgspec.Raw], msgspec.Raw]
+"""Makes a copy of a value that has the bytes of its tensors in it."""
+
+
+def as_they_are(run: Run, value: msgspec.Raw) -> msgspec.Raw:
+    return value
+
+
+def outputs_of(run: Run, inline: Inline = as_they_are) -> tuple[dict[str, msgspec.Raw], dict[str, ErrorRecord]]:
     """What the run has for the names in its `outputs`, and why something is missing, by step id (or output name)."""
     outputs: dict[str, msgspec.Raw] = {}
     errors = {s.node.id: s.error for s in run.steps if s.error is not None}
@@ -78,7 +86,7 @@ def outputs_of(run: Run) -> tuple[dict[str, msgspec.Raw], dict[str, ErrorRecord]
         step = run.steps[index]
         if step.state == TaskState.DONE:
             try:
-                outputs[name] = pick(step.output or NIL, path)
+                outputs[name] = inline(run, pick(step.output or NIL, path))
             except HexrtError as error:
                 errors[f"outputs.{name}"] = error.record()
     if run.error is not None and not errors:
@@ -86,8 +94,8 @@ def outputs_of(run: Run) -> tuple[dict[str, msgspec.Raw], dict[str, ErrorRecord]
     return outputs, errors
 
 
-def result_of(run: Run) -> RunResult:
-    return RunResult(0, run.id, run.state, *outputs_of(run))
+def result_of(run: Run, inline: Inline = as_they_are) -> RunResult:
+    return RunResult(0, run.id, run.state, *outputs_of(run, inline))
 
 
 def timeline_of(run: Run) -> RunTimeline:
@@ -102,9 +110,12 @@ def timeline_of(run: Run) -> RunTimeline:
     )  # fmt: skip
 
 
-def ended_of(run: Run) -> EndedRun:
+def ended_of(run: Run, inline: Inline) -> EndedRun:
     return EndedRun(
-        summary_of(run, run.ended_ns), *outputs_of(run), tuple(step_status(s) for s in run.steps), timeline_of(run)
+        summary_of(run, run.ended_ns),
+        *outputs_of(run, inline),
+        tuple(step_status(s) for s in run.steps),
+        timeline_of(run),
     )
 
 

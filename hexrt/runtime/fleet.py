@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hexrt.brain.decide import SHORT_NS, Brain
 from hexrt.brain.engines import Engines
 from hexrt.brain.view import Device
@@ -19,12 +21,14 @@ from hexrt.clock import Clock
 from hexrt.core import DeviceKind, TaskState
 from hexrt.devices.io import IoDevice
 from hexrt.devices.link import HostLink
-from hexrt.errors import ErrorRecord
+from hexrt.errors import ErrorRecord, HexrtError
 from hexrt.events import DeviceDown, DeviceUp, Event, Failed, Finished, Started
 from hexrt.protocol.host import Cancel, FromHost, Hello, HostFailed, HostFinished, HostStarted, Ready
 from hexrt.runtime.entities import Task
 from hexrt.runtime.retries import DROPPED, NOT_BEGUN
+from hexrt.runtime.tensors import Tensors
 from hexrt.runtime.watchdog import STALLED_NS, Watchdog
+from hexrt.values import MARK
 
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
@@ -76,6 +80,7 @@ class Fleet:
         hello: Callable[[str, int], Hello],
         first_epoch: int,
         environ: dict[str, str],
+        tensors: Tensors,
     ) -> None:
         self._loop = loop
         self._brain = brain
@@ -87,6 +92,8 @@ class Fleet:
         self._hello = hello
         self._epoch = first_epoch
         self._environ = environ
+        self._tensors = tensors
+        self._holding = brain.table.holding
         self._members: dict[str, Member] = {}
         self._checked_ns = 0
         self._closing = False
@@ -108,9 +115,11 @@ class Fleet:
         device.epoch = self._epoch
         device.command = 0
         device.last_report_ns = self._clock.now_ns()
-        return HostLink(
+        link = HostLink(
             self._loop, program, self._hello(device.name, self._epoch), self._on_reports, self._on_death, self._environ,
         )  # fmt: skip
+        self._tensors.host_started(link)
+        return link
 
     def _on_death(self, link: HostLink, reason: str) -> None:
         member = self._members[link.device]
@@ -123,8 +132,9 @@ class Fleet:
         culprit = link.last_command or link.last_begun  # the last may have ended just now, and its report is lost
         culprit = culprit if culprit in device.window else 0
         for command, task in list(device.window.items()):
-            device.drop(command)
+            self._drop(device, command)
             self._post(self._lost(member, task, command, culprit, link.last_begun, reason, now))
+        self._tensors.host_gone(link)
         self._engines.device_lost(device.name)
         member.stopping.clear()
         killed = bool(member.died_of)
@@ -165,13 +175,26 @@ class Fleet:
     def send(self, device: str, messages: list[Any]) -> None:
         self._members[device].link.send(messages)
 
+    def map(self, device: str, places: set[int]) -> None:
+        """Launches that read there are sent next."""
+        link = self._members[device].link
+        if isinstance(link, HostLink):
+            self._tensors.map(link, places)
+
+    def _drop(self, device: Device, command: int) -> Task | None:
+        """The launch has ended, or never will; what it read is not needed for it any more. None for one that is not waited for."""
+        task = device.drop(command)
+        if task is not None and task.tensors:
+            self._holding.unpin(task)
+        return task
+
     def begin(self, device: str, launch: Any, task: Task) -> None:
         """Sends a launch that was held back until its start was recorded. One that was stopped meanwhile never begins."""
         member = self._members[device]
         if member.stopping.pop(task.command, None) is None:
             member.link.send([launch])
             return
-        member.device.drop(task.command)
+        self._drop(member.device, task.command)
         error, now_ns = ErrorRecord("cancelled", "cancelled before it began"), self._clock.now_ns()
         self._post(Failed(task.run.id, task.step.node.index, task.part, task.attempt, device, now_ns, now_ns, error))
 
@@ -186,7 +209,9 @@ class Fleet:
         device = member.device
         device.last_report_ns = self._clock.now_ns()
         for report in reports:
-            if type(report) is HostFinished and (task := device.drop(report.command)) is not None:
+            if (
+                type(report) is HostFinished and (task := device.drop(report.command)) is not None
+            ):  # it reads on until its output is taken
                 self._finished(member, task, report)
             else:
                 self._report(member, report)
@@ -199,12 +224,31 @@ class Fleet:
         device.done += 1
         if task.learn is not None:
             task.learn(report.end_ns - report.start_ns)
+        output = bytes(report.output)
+        if (report.tensors or MARK in output or task.tensors) and not self._take_tensors(member, task, report, output):
+            return
         self._post(
             Finished(
                 task.run.id, task.step.node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns,
-                report.output.copy(),
+                msgspec.Raw(output),
             )
         )  # fmt: skip
+
+    def _take_tensors(self, member: Member, task: Task, report: HostFinished, output: bytes) -> bool:
+        """Takes over what the output names; what was sent ahead to the same worker reads it there. False where the task failed of it."""
+        device, link = member.device, member.link if isinstance(member.link, HostLink) else None
+        try:
+            tensors = self._tensors.accept(link, task.run, output, report.tensors)
+        except HexrtError as error:
+            self._post(Failed(task.run.id, task.step.node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns, error.record()))  # fmt: skip
+            return False
+        finally:
+            self._holding.unpin(task)
+        for index in task.step.node.successors if tensors else ():
+            for ahead in task.run.steps[index].tasks[:1]:
+                if device.window.get(ahead.command) is ahead and ahead.device == device.name:
+                    self._holding.pin(ahead, tensors)
+        return True
 
     def _report(self, member: Member, report: FromHost) -> None:
         device = member.device
@@ -213,6 +257,7 @@ class Fleet:
             if task is not None:
                 self._finished(member, task, report)
             else:
+                self._refuse(member, report)
                 self._engines.finished(device, report)
                 self._wake()
         elif isinstance(report, HostStarted):
@@ -231,9 +276,14 @@ class Fleet:
             self._engines.report(device, report)
             self._wake()
 
+    def _refuse(self, member: Member, report: HostFinished) -> None:
+        """Nobody waits for this report."""
+        if report.tensors and isinstance(member.link, HostLink):
+            self._tensors.refuse(member.link, report.tensors)
+
     def _failed(self, member: Member, report: HostFailed) -> None:
         device = member.device
-        task = device.drop(report.command)
+        task = self._drop(device, report.command)
         if task is None:
             self._engines.command_failed(device, report)
             self._wake()

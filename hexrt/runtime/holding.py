@@ -15,7 +15,7 @@ import msgspec
 from hexrt.core import TaskState
 from hexrt.errors import ErrorRecord
 from hexrt.events import Stopped
-from hexrt.runtime.entities import Run, Step, Tensor
+from hexrt.runtime.entities import Run, Step, Task, Tensor
 from hexrt.values import handles
 
 CHARGE_BYTES = 16 << 10
@@ -101,6 +101,16 @@ class Holding:
             tensor.refs -= 1
             if not tensor.refs and run.tensors is not None and run.tensors.pop(tensor.handle, None) is tensor:
                 self.released.append(tensor)
+
+    def pin(self, task: Task, tensors: tuple[Tensor, ...]) -> None:
+        """The task's launch in flight may read these too, until its last report or its host's death."""
+        for tensor in tensors:
+            tensor.refs += 1
+        task.tensors += tensors
+
+    def unpin(self, task: Task) -> None:
+        tensors, task.tensors = task.tensors, ()
+        self.let_go(task.run, tensors)
 
     def step_ended(self, run: Run, step: Step) -> None:
         """Lets go of the large outputs that nothing needs any more now that this step has ended. For runs that hold some."""

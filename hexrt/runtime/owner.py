@@ -11,16 +11,19 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from hexrt.brain.decide import Brain, Commands
 from hexrt.clock import Clock
 from hexrt.core import Durability
-from hexrt.events import DURABLE, Event, Recovered, Started, Submitted
+from hexrt.events import DURABLE, Event, Finished, Recovered, Started, Submitted
 from hexrt.runtime.answers import ended_of
 from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.fleet import Fleet
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
 from hexrt.runtime.store_writer import Wait
+from hexrt.runtime.tensors import Tensors
 
 log = logging.getLogger(__name__)
 KEPT = frozenset(DURABLE)
@@ -40,6 +43,7 @@ class Owner:
         brain: Brain,
         store: Store,
         clock: Clock,
+        tensors: Tensors,
         on_changes: Callable[[list[Change]], None],
         on_ended: Callable[[Run], None],
         on_closed: Callable[[Run], None],
@@ -50,6 +54,7 @@ class Owner:
         self._brain = brain
         self._store = store
         self._clock = clock
+        self._tensors = tensors
         self._on_changes = on_changes
         self._on_ended = on_ended
         self._on_closed = on_closed
@@ -120,6 +125,7 @@ class Owner:
         for run in ended:
             self._brain.engines.run_ended(run.id)
         self._tell()
+        self._tensors.settle()
         for run in ended:
             self.after(self.gate_of(run), lambda r=run: self._end(r))  # type: ignore[misc]
         if self.when_still is not None and not any(run.in_flight for run in table.runs.values()):
@@ -135,7 +141,9 @@ class Owner:
             return
         run = self._table.runs.get(event.run)  # type: ignore[union-attr]  # KEPT says so
         if run is not None and run.durability is not Durability.NONE:
-            if type(event) is not Started or not run.steps[event.step].node.idempotent:
+            if type(event) is Finished and run.tensors:
+                kept.append(msgspec.structs.replace(event, output=self._tensors.inline(run, event.output)))
+            elif type(event) is not Started or not run.steps[event.step].node.idempotent:
                 kept.append(event)
 
     def _carry_out(self, commands: Commands, kept: list[Event], now_ns: int) -> None:
@@ -143,6 +151,8 @@ class Owner:
         assert fleet is not None
         if kept:
             self._record(kept)
+        for device, places in commands.places.items():
+            fleet.map(device, places)
         for device, messages in commands.send.items():
             fleet.send(device, messages)
         for device, message, _, run in commands.gated:
@@ -214,5 +224,6 @@ class Owner:
         ended, self._ended = self._ended, []
         for run in ended:
             if run.durability is not Durability.NONE:
-                self._store.close_run_later(ended_of(run))
+                self._store.close_run_later(ended_of(run, self._tensors.inline))
             self._on_closed(run)
+        self._tensors.relieve()

@@ -16,6 +16,7 @@ from hexrt.config import Limits
 from hexrt.core import Durability, Peer, RunId, RunState
 from hexrt.errors import BadRequest, NotFound, Overloaded
 from hexrt.events import CancelRequested, DeadlinePassed, Submitted
+from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol.messages import (
     DeviceList,
     DeviceStatus,
@@ -38,10 +39,12 @@ from hexrt.runtime.answers import (
 from hexrt.runtime.deadlines import Deadlines
 from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.owner import Owner
+from hexrt.runtime.passing import Results, check_tensors, recordable
 from hexrt.runtime.room import Room, tasks_of
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
 from hexrt.runtime.store_records import EndedRun
+from hexrt.runtime.tensors import Tensors
 from hexrt.workflow.graph import TaskGraph
 from hexrt.workflow.model import Workflow
 
@@ -67,6 +70,7 @@ class Service:
         admin_gids: tuple[int, ...],
         check: Callable[[Workflow], Generator[None, None, TaskGraph]],
         on_shutdown: Callable[[bool], None],
+        tensors: Tensors,
     ) -> None:
         self._loop = loop
         self._table = table
@@ -77,10 +81,12 @@ class Service:
         self.admin_gids = admin_gids
         self._check = check
         self._on_shutdown = on_shutdown
-        self.owner = Owner(loop, table, brain, store, clock, self._changed, self._ended, self._closed)
+        self._tensors = tensors
+        self._results = Results(table, store, tensors)
+        self.owner = Owner(loop, table, brain, store, clock, tensors, self._changed, self._ended, self._closed)
         self._watches: dict[bytes, list[Watch]] = {}
         self._waiting: dict[bytes, list[Callable[[], None]]] = {}
-        self._room = Room(table, lambda run: loop.call_soon(table.forget, run))
+        self._room = Room(table, lambda run: loop.call_soon(self._forget, run))
         self._deadlines = Deadlines()
         self._tick: asyncio.TimerHandle | None = None
         self._submitting = 0
@@ -90,7 +96,14 @@ class Service:
 
     # --- submission ---------------------------------------------------------------------------------------------
 
-    async def submit(self, peer: Peer, workflow: Workflow, durability: Durability, awaits_end: bool) -> RunId:
+    async def submit(
+        self,
+        peer: Peer,
+        workflow: Workflow,
+        durability: Durability,
+        awaits_end: bool,
+        memory: ClientMemory | None = None,
+    ) -> RunId:
         if self.draining:
             raise Overloaded("the daemon is shutting down; submit again once it is back")
         limits, table = self.limits, self._table
@@ -101,13 +114,18 @@ class Service:
         self._submitting += 1
         try:
             graph = await self._checked(workflow)
+            check_tensors(graph, memory)
             self._brain.check_runnable(graph)
             self._room.check(tasks, graph.bytes, self._submitting - 1, limits)  # others came in meanwhile
+            if memory is not None and durability is not Durability.NONE:
+                workflow = await recordable(workflow, memory)
         finally:
             self._submitting -= 1
         run = RunId(os.urandom(16))
         now_ns = self._clock.now_ns()
         table.prepared[run] = graph
+        if memory is not None:
+            self._tensors.take(run, memory)
         self.owner.take(Submitted(run, peer.uid, peer.gid, durability, self._clock.wall_ns(), now_ns, workflow))
         self._note_deadlines(run, graph, now_ns)
         found = table.runs.get(run)
@@ -225,7 +243,7 @@ class Service:
         newest = sorted([*here.values(), *past], key=lambda s: s.submitted_wall_ns, reverse=True)
         return RunList(0, tuple(newest[:limit]))
 
-    async def result(self, peer: Peer, run: RunId, wait: bool) -> RunResult:
+    async def result(self, peer: Peer, run: RunId, wait: bool) -> RunResult | Export:
         found = self._run(peer, run)
         if found is None:
             return result_of_ended(self._past(peer, run))
@@ -234,16 +252,16 @@ class Service:
         await self._end_of(found)
         if found.id not in self._table.runs:
             return result_of_ended(self._past(peer, run))
-        return result_of(found)
+        return self._results.answer(found)
 
-    def when_ended(self, peer: Peer, run: RunId, push: Callable[[RunResult], None]) -> Callable[[], None]:
+    def when_ended(self, peer: Peer, run: RunId, push: Callable[[RunResult | Export], None]) -> Callable[[], None]:
         found = self._run(peer, run)
         if found is None:
             push(result_of_ended(self._past(peer, run)))
             return lambda: None
 
         def tell() -> None:
-            push(result_of(found))
+            push(self._results.answer(found))
 
         if found.ended_ns and self.owner.gate_of(found) <= self._store.committed:
             tell()
@@ -313,6 +331,10 @@ class Service:
     def _closed(self, run: Run) -> None:
         self._room.keep(run, self.limits)
 
+    def _forget(self, run: Run) -> None:
+        self._table.forget(run)
+        self._tensors.collect()
+
     # --- the daemon ---------------------------------------------------------------------------------------------
 
     def devices(self) -> DeviceList:
@@ -345,6 +367,7 @@ class Service:
                 "uptime_s": (self._clock.now_ns() - self._started_ns) / 1e9,
             }
             | {f"done_{d.name}": float(d.done) for d in self._brain.devices.values()}
+            | self._tensors.statistics()
             | self._brain.engines.statistics(),
         )
 

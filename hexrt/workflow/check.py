@@ -80,6 +80,7 @@ def check_in_slices(
     )  # fmt: skip
     deadline_ns = 0 if workflow.deadline_s is None else _ns(workflow.deadline_s, "deadline_s")
     nodes: list[Node] = []
+    named: list[tuple[int, int, str]] = []
     for i, step in enumerate(steps):
         try:
             listed = None
@@ -88,6 +89,9 @@ def check_in_slices(
             nodes.append(checker.node(i, step, listed))
         except BadRequest as error:
             raise BadRequest(error.message, f"steps.{step.id}.{error.where}".rstrip(".")) from None
+        if checker.reader.named:
+            named += [(handle, size, f"steps.{step.id}.{where}") for handle, size, where in checker.reader.named]
+            checker.reader.named.clear()
         if checker.reader.work >= checker.pause_at:
             checker.pause_at = checker.reader.work + SLICE
             yield
@@ -95,7 +99,7 @@ def check_in_slices(
     edges = yield from connect(nodes, checker.consumers)
     return TaskGraph(
         workflow.name, nodes, edges, order, _outputs(workflow, nodes, index), deadline_ns, workflow.priority,
-        checker.bytes,
+        checker.bytes, tuple(named),
     )  # fmt: skip
 
 

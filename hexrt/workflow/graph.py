@@ -76,3 +76,4 @@ class TaskGraph:
     deadline_ns: int  # of the run, after submission; 0: none
     priority: int
     bytes: int  # of the literals and parameters
+    tensors: tuple[tuple[int, int, str], ...] = ()  # whose bytes are elsewhere: (handle, bytes, where it is named)

@@ -21,6 +21,7 @@ from hexrt.workflow.references import Hole, Walker
 ELEMENTS = 1000
 """Elements of a listed map that are read without a pause."""
 NO_PARAMS_REFERENCE = "params are settled before the run, so a reference cannot stand here: pass it in `inputs`"
+NO_PARAMS_TENSOR = "params are settled before the run, so a large tensor cannot stand here: pass it in `inputs`"
 NO_ELEMENT_REFERENCE = (
     "a listed element of `map.over` cannot hold a reference: refer to a step that gives the list, or use it in `inputs`"
 )
@@ -76,9 +77,14 @@ class PortReader:
     def __post_init__(self) -> None:
         self._walker = Walker(self.max_nesting)
 
-    def _walk(self, value: Any, prefix: str, on_reference: str | None) -> tuple[Any, list[Hole]]:
+    @property
+    def named(self) -> list[tuple[int, int, str]]:
+        """The tensors met so far whose bytes are elsewhere: handle, bytes and where, to be taken out by the caller."""
+        return self._walker.named
+
+    def _walk(self, value: Any, prefix: str, on_reference: str | None, on_named: str | None = None) -> tuple[Any, list[Hole]]:  # fmt: skip
         walker = self._walker
-        walker.start(prefix, on_reference)
+        walker.start(prefix, on_reference, on_named)
         before = walker.seen
         walked = walker.walk(value, ())
         self.work += (walker.seen - before) >> 3
@@ -86,7 +92,7 @@ class PortReader:
 
     def read_params(self, facts: OpFacts, params: Mapping[str, Any]) -> tuple[msgspec.Struct, msgspec.Raw]:
         op = facts.op
-        walked, _ = self._walk(params, "params", NO_PARAMS_REFERENCE)
+        walked, _ = self._walk(params, "params", NO_PARAMS_REFERENCE, NO_PARAMS_TENSOR)
         try:
             made = msgspec.convert(walked, op.params)
             if op.check is not None:

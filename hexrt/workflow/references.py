@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from hexrt.errors import BadRequest
-from hexrt.values import TENSOR, is_array, tensor, tensor_meta
+from hexrt.values import DESCRIPTOR, TENSOR, bytes_of, handle_of, is_array, tensor, tensor_meta
 from hexrt.workflow.fields import place, quoted
 from hexrt.workflow.model import FILE, ITEM, REF
 
@@ -123,23 +123,26 @@ def is_written(value: dict[Any, Any]) -> bool:
 class Walker:
     """Walks through values: checks every number, key and type in them, and takes the references out.
 
-    `on_reference` says why references are not allowed here, or None where they are; holes are collected in `holes`.
+    `on_reference` says why references are not allowed here, or None where they are; holes are collected in `holes`, and tensors whose
+    bytes are elsewhere in `named`, as (handle, bytes, where). `on_named` says why those are not allowed here.
     `seen` grows by what was looked at, and measures the time a walk took.
     """
 
-    __slots__ = ("holes", "max_nesting", "on_reference", "prefix", "seen", "stop_at")
+    __slots__ = ("holes", "max_nesting", "named", "on_named", "on_reference", "prefix", "seen", "stop_at")
 
     def __init__(self, max_nesting: int) -> None:
         self.max_nesting = min(max_nesting, MOST_NESTING)
         self.holes: list[Hole] = []
+        self.named: list[tuple[int, int, str]] = []
         self.on_reference: str | None = None
+        self.on_named: str | None = None
         self.prefix = ""
         self.seen = 0
         self.stop_at = MOST_VALUES
 
-    def start(self, prefix: str, on_reference: str | None) -> None:
+    def start(self, prefix: str, on_reference: str | None, on_named: str | None = None) -> None:
         """Begins with another value, that stands at `prefix`."""
-        self.prefix, self.on_reference, self.holes = prefix, on_reference, []
+        self.prefix, self.on_reference, self.on_named, self.holes = prefix, on_reference, on_named, []
         self.stop_at = self.seen + MOST_VALUES
 
     def walk(self, value: Any, at: Path) -> Any:
@@ -217,9 +220,13 @@ class Walker:
                 raise TypeError(
                     f"a value of type {type(value).__name__} cannot be sent: use text, numbers, bytes, lists and dicts"
                 )
-            if value.code != TENSOR:
+            if value.code not in (TENSOR, DESCRIPTOR):
                 raise ValueError(f"unknown extension type {value.code}")
-            tensor_meta(value)
+            meta = tensor_meta(value)
+            if value.code == DESCRIPTOR:
+                if self.on_named is not None:
+                    raise ValueError(self.on_named)
+                self.named.append((handle_of(value), bytes_of(meta), place(self.prefix, at)))
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             raise self._bad(str(error), at) from None
         return value

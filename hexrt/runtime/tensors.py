@@ -1,0 +1,322 @@
+"""Where the bytes of every live tensor lie: in the ring of the host that put it out, in a client's memory, or where they were moved.
+
+Owns the segments (memfds that hosts address by a place), which host's life has which of them mapped, and the slots of the rings. Who still
+refers to a tensor is counted in its run (`hexrt.runtime.holding`); what nobody refers to is freed here, at the end of a turn. A dead host's
+ring lives on until its last tensor is gone. Copies bytes only where it says so. Loop thread only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hexrt import values
+from hexrt.devices.link import HostLink
+from hexrt.errors import HexrtError, InvariantViolation, TaskFailed
+from hexrt.memory.arena import map_fd, sealed_copy
+from hexrt.memory.passed import ClientMemory
+from hexrt.memory.ring import Ring, RingReader
+from hexrt.protocol.host import FIRST_SEGMENT, Made
+from hexrt.protocol.messages import Tensor as Passed
+from hexrt.runtime.entities import Run, Tensor
+from hexrt.runtime.holding import Holding, tensors_of
+
+SLOT_BYTES = 16 << 10
+"""A ring has a slot for so many of its bytes: smaller tensors may use up the slots first, and go inline then."""
+MOVE_BYTES = 4 << 20
+"""Moved out of crowded rings at most in one turn, since nothing else happens meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """`fd` is what hosts are given, for reading alone; `live` are the tensors in it by offset, the oldest first."""
+
+    place: int
+    fd: int
+    bytes: int
+    view: memoryview
+    reader: RingReader | None = None
+    filling: bool = False  # its host lives, and may put more in
+    live: dict[int, Tensor] = field(default_factory=dict)
+    live_bytes: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        self.live[tensor.offset] = tensor
+        self.live_bytes += tensor.bytes
+
+    def is_crowded(self) -> bool:
+        return bool(self.live) and (not self.filling or self.live_bytes > self.bytes // 2)
+
+
+class Tensors:
+    """Implements `hexrt.devices.tensors.Memory` for bodies that run in the daemon itself."""
+
+    own_ring: int | None = None
+
+    def __init__(self, holding: Holding, ring_bytes: int) -> None:
+        self._holding = holding
+        self._ring_bytes = ring_bytes
+        self._next_place = FIRST_SEGMENT
+        self._segments: dict[int, Segment] = {}
+        self._rings: dict[HostLink, Segment] = {}  # of the hosts that live
+        self._with_slots: dict[int, Segment] = {}  # these, and those of dead hosts
+        self._fresh: list[tuple[Run, tuple[Tensor, ...]]] = []  # of reports that are being taken in
+        self._crowded = False
+
+    # --- hosts --------------------------------------------------------------------------------------------------
+
+    def host_started(self, link: HostLink) -> None:
+        """Gives a new host its ring."""
+        slots = min(max(self._ring_bytes // SLOT_BYTES, 64), 1 << 16)
+        with Ring.create(self._ring_bytes, slots) as ring:
+            memory = map_fd(ring.fd, ring.bytes, True)
+            segment = self._add(ring.reopen_read_only(), memory.toreadonly(), RingReader(memory))
+            segment.filling = True
+            self._with_slots[segment.place] = segment
+            self._rings[link] = segment
+            link.map(segment.place, ring.fd, ring.bytes, writable=True, ring=True)
+
+    def host_gone(self, link: HostLink) -> None:
+        """Nothing comes from this host any more, and it reads nothing."""
+        segment = self._rings.pop(link, None)
+        if segment is not None:
+            segment.filling = False
+            self._crowded = True
+            self._close_if_empty(segment)
+
+    def map(self, link: HostLink, places: Iterable[int]) -> None:
+        """Sees to it that the host has these places before whatever it is sent from now on."""
+        for place in places:
+            if place not in link.mapped:
+                segment = self._segments[place]
+                link.map(place, segment.fd, segment.bytes)
+
+    def _add(self, fd: int, view: memoryview, reader: RingReader | None = None) -> Segment:
+        place, self._next_place = self._next_place, self._next_place + 1
+        segment = self._segments[place] = Segment(place, fd, len(view), view, reader)
+        return segment
+
+    def _close_if_empty(self, segment: Segment) -> None:
+        if segment.live or segment.filling:
+            return
+        del self._segments[segment.place]
+        self._with_slots.pop(segment.place, None)
+        os.close(segment.fd)
+        for link in self._rings:
+            if segment.place in link.mapped:
+                link.unmap(segment.place)
+
+    # --- tasks --------------------------------------------------------------------------------------------------
+
+    def accept(self, link: HostLink | None, run: Run, output: bytes, made: tuple[Made, ...]) -> tuple[Tensor, ...]:
+        """Takes over the tensors of a report, which the run has from now on; they are kept until the end of the turn at least.
+
+        Raises TaskFailed, everything given back, where the report does not fit what its output names.
+        """
+        ring = self._rings.get(link) if link is not None else None
+        try:
+            named = values.described(output)
+            if named != {tensor.handle: tensor.bytes for tensor in made} or len(named) != len(made):
+                raise TaskFailed("its output names a tensor that is not there")
+        except (msgspec.MsgspecError, ValueError) as error:
+            self.refuse(link, made)
+            raise TaskFailed(f"its output cannot be read: {error}") from error
+        except TaskFailed:
+            self.refuse(link, made)
+            raise
+        known = run.tensors if run.tensors is not None else {}
+        taken: list[Tensor] = []
+        for i, one in enumerate(made):
+            tensor = known.get(one.handle) if one.slot < 0 else self._take_slot(ring, known, one)
+            if tensor is None or tensor.bytes != one.bytes:
+                self._take_back(taken)
+                self.refuse(link, made[i + 1 :])
+                raise TaskFailed(f"its output names tensor {one.handle}, which it cannot have")
+            taken.append(tensor)
+        for tensor in taken:
+            tensor.refs += 1
+            known[tensor.handle] = tensor
+        run.tensors = known
+        found = tuple(taken)
+        self._fresh.append((run, found))
+        return found
+
+    def _take_slot(self, ring: Segment | None, known: Mapping[int, Tensor], made: Made) -> Tensor | None:
+        if ring is None or ring.reader is None:
+            return None
+        try:
+            slot = ring.reader.accept(made.slot)
+        except HexrtError:
+            return None
+        tensor = Tensor(made.handle, ring.place, slot.offset, slot.bytes, made.slot)
+        if (slot.offset, slot.bytes) != (made.offset, made.bytes) or made.handle in known or made.handle < 1 << 32:
+            ring.reader.release(made.slot)
+            return None
+        ring.add(tensor)
+        self._crowded = self._crowded or ring.live_bytes > ring.bytes // 2
+        return tensor
+
+    def _take_back(self, taken: Iterable[Tensor]) -> None:
+        for tensor in taken:
+            if not tensor.refs:
+                self._free(tensor)
+
+    def refuse(self, link: HostLink | None, made: Iterable[Made]) -> None:
+        """Gives back the slots of a report that is not wanted."""
+        ring = self._rings.get(link) if link is not None else None
+        if ring is None or ring.reader is None:
+            return
+        for one in made:
+            if one.slot >= 0:
+                try:
+                    ring.reader.accept(one.slot)
+                except HexrtError:  # it has given no such slot
+                    continue
+                ring.reader.release(one.slot)
+
+    # --- turns --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """The reports that were taken in have been applied: frees what nobody refers to."""
+        fresh, self._fresh = self._fresh, []
+        for run, tensors in fresh:
+            self._holding.let_go(run, tensors)
+        if self._holding.released:
+            self.collect()
+        if self._crowded:
+            self.relieve()
+
+    def collect(self) -> None:
+        """Frees what was released since the last time."""
+        released = self._holding.released
+        for tensor in released:
+            self._free(tensor)
+        released.clear()
+
+    def _free(self, tensor: Tensor) -> None:
+        segment = self._segments[tensor.place]
+        del segment.live[tensor.offset]
+        segment.live_bytes -= tensor.bytes
+        if segment.reader is not None:
+            segment.reader.release(tensor.slot)
+        self._close_if_empty(segment)
+
+    def crowded(self) -> list[Tensor]:
+        """Tensors of ended runs that should make room, the oldest of each ring first: all in rings of dead hosts, else down to half a ring."""
+        found: list[Tensor] = []
+        for segment in self._with_slots.values():
+            if segment.is_crowded():
+                over = segment.live_bytes - (segment.bytes // 2 if segment.filling else 0)
+                for tensor in segment.live.values():
+                    if over <= 0:
+                        break
+                    if tensor.ended:
+                        found.append(tensor)
+                        over -= tensor.bytes
+        return found
+
+    def moved(self, tensor: Tensor, place: int, offset: int) -> None:
+        """The bytes have been copied there, and are read from there from now on."""
+        assert tensor.ended and place in self._segments
+        self._free(tensor)
+        tensor.place, tensor.offset, tensor.slot = place, offset, -1
+        self._segments[place].add(tensor)
+
+    def relieve(self) -> None:
+        """Copies tensors of ended runs out of crowded rings, a few MiB of them, into memory of their own."""
+        crowded, moving, size = self.crowded(), 0, 0
+        while moving < len(crowded) and (not moving or size + crowded[moving].bytes <= MOVE_BYTES):
+            size += crowded[moving].bytes
+            moving += 1
+        self._crowded = moving < len(crowded)
+        if not moving:
+            return
+        try:
+            fd, offsets = sealed_copy([self._content(tensor) for tensor in crowded[:moving]])
+        except HexrtError:  # no memory: they stay where they are, and what finds no room in a ring goes inline
+            return
+        segment = self._add(fd, map_fd(fd, os.fstat(fd).st_size, False))
+        for tensor, offset in zip(crowded, offsets, strict=False):
+            self.moved(tensor, segment.place, offset)
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    def view(self, place: int, offset: int = 0, length: int | None = None) -> memoryview:
+        segment = self._segments[place]
+        return segment.view[offset : segment.bytes if length is None else offset + length]
+
+    def _content(self, tensor: Tensor) -> memoryview:
+        return self.view(tensor.place, tensor.offset, tensor.bytes)
+
+    def inline(self, run: Run, value: msgspec.Raw) -> msgspec.Raw:
+        """The value with the bytes of its tensors in it, a copy; the very same value where it names none. Raises TaskFailed."""
+        if not run.tensors:
+            return value
+        known = run.tensors
+
+        def find(handle: int) -> memoryview:
+            tensor = known.get(handle)
+            if tensor is None:
+                raise TaskFailed(f"there is no tensor {handle} in this run")
+            return self._content(tensor)
+
+        try:
+            return values.inline(value, find)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise TaskFailed(f"a tensor of this value cannot be read: {error}") from error
+
+    def export(self, run: Run, outputs: Iterable[msgspec.Raw]) -> tuple[tuple[Passed, ...], int]:
+        """A sealed memfd, the caller's to close, with a copy of every tensor that the outputs name, and where each lies in it.
+
+        Raises OutOfMemory.
+        """
+        found = {t.handle: t for output in outputs for t in tensors_of(run, output)}
+        fd, offsets = sealed_copy([self._content(tensor) for tensor in found.values()])
+        passed = tuple(Passed(t.handle, at, t.bytes) for t, at in zip(found.values(), offsets, strict=True))
+        return passed, fd
+
+    def take(self, run: bytes, memory: ClientMemory) -> None:
+        """The run that is about to begin has what its client passed: takes the memory over."""
+        view = map_fd(fd, memory.bytes, False) if (fd := memory.take()) >= 0 else None
+        if view is None:
+            raise InvariantViolation("a client's memory was taken twice")
+        segment = self._add(fd, view)
+        given = self._holding.given[run] = {}
+        for one in memory.tensors.values():
+            tensor = given[one.handle] = Tensor(one.handle, segment.place, one.offset, one.bytes)
+            segment.add(tensor)
+
+    # --- whether all is well ------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            "tensors": float(sum(len(s.live) for s in self._segments.values())),
+            "tensor_bytes": float(sum(s.live_bytes for s in self._segments.values())),
+            "segments": float(len(self._segments)),
+        }
+
+    def check_integrity(self, runs: Iterable[Run], idle: bool) -> None:
+        """Each tensor of a run lies in a segment, each in a segment belongs to a run; with `idle` (nothing is in flight) each slot has one."""
+        assert not self._fresh and not self._holding.released, "between turns nothing is being taken in or given back"
+        owned = {id(tensor): tensor for run in runs for tensor in (run.tensors or {}).values()}
+        lying = {id(tensor): tensor for segment in self._segments.values() for tensor in segment.live.values()}
+        assert owned.keys() == lying.keys(), f"{len(owned)} tensors are owned, {len(lying)} lie in segments"
+        for segment in self._segments.values():
+            assert segment.live or segment.filling, f"segment {segment.place} is kept for nothing"
+            assert segment.live_bytes == sum(t.bytes for t in segment.live.values())
+            for offset, tensor in segment.live.items():
+                assert (tensor.place, tensor.offset) == (segment.place, offset) and tensor.refs > 0
+            if segment.reader is not None and (idle or not segment.filling):
+                slots = {tensor.slot for tensor in segment.live.values()}
+                occupied = set(segment.reader.occupied())
+                assert slots == occupied if segment.filling else slots <= occupied, f"slots {slots} of {occupied}"
+
+    def close(self) -> None:
+        """Lets go of all memory; the hosts are dead."""
+        for segment in self._segments.values():
+            os.close(segment.fd)
+        self._segments.clear()
+        self._rings.clear()
