@@ -351,6 +351,23 @@ def test_what_a_dead_reader_was_reading_is_freed_and_the_rest_is_taken_in_order(
         with_fds.close()
 
 
+def test_room_that_a_reader_freed_and_could_not_count_any_more_is_found_when_it_is_needed() -> None:
+    with ends(PAGE) as (writer, reader):
+        put(writer, bytes(PAGE))
+        taken = reader.take_nowait()
+        assert taken is not None
+        reader._words[FIRST + taken.slot * LINE] = reader._held[taken.slot]
+        assert writer.reserve_nowait(PAGE) is not None
+
+
+def test_the_next_record_is_found_without_a_look_at_every_slot() -> None:
+    with ends(slots=8) as (writer, reader):
+        for number in range(20):
+            slot = put(writer, bytes([number]))
+            assert reader._find_next() == slot.slot
+            assert get(reader) == bytes([number])
+
+
 def test_recovering_frees_nothing_that_this_reader_reads() -> None:
     with ends() as (writer, reader):
         put(writer, b"x")

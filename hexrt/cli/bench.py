@@ -1,7 +1,7 @@
 """`hexrt bench`: measures hexrt on this machine beside a limit and its peers, all in the same run.
 
 Each command prints one table, or with `--json` one object: {"bench", "machine", "rows": [{"name", "value", "unit", "limit", "ratio"}]}.
-`limit` is what the row is held against, measured in this run; `ratio` is value / limit. Owns the daemon that it starts.
+`limit` is what the row is held against, measured in this run; `ratio` is value / limit. Rows of `memory` say more: "asked", "holds". Owns the daemon that it starts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
 import hexrt
+from hexrt.cli.bench_memory import FAULT_PAGES, SIZE_MIB
+from hexrt.cli.bench_memory import measure as measure_memory
 from hexrt.cli.bench_peers import layered_predecessors, measure_floor, measure_peers
 from hexrt.cli.own_daemon import OwnDaemon
 from hexrt.client import Client
@@ -66,7 +69,7 @@ def machine() -> dict[str, object]:
 
 
 def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}"
+    return "-" if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def show(name: str, about: dict[str, object], rows: list[Row], as_json: bool) -> None:
@@ -80,15 +83,21 @@ def show(name: str, about: dict[str, object], rows: list[Row], as_json: bool) ->
     console = Console(highlight=False)
     console.print(f"hexrt bench {name}: " + ", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("name", "value", "unit", "limit", "ratio"):
-        table.add_column(heading, justify="left" if heading in ("name", "unit") else "right", no_wrap=True)
+    asked = any("asked" in each for each in rows)
+    for heading in ("name", "value", "unit", "limit", "ratio", *(("asked", "holds") if asked else ())):
+        table.add_column(heading, justify="right" if heading in ("value", "limit", "ratio") else "left", no_wrap=True)
     for each in rows:
-        table.add_row(each["name"], number(each["value"]), each["unit"], number(each["limit"]), number(each["ratio"]))
+        more = (each["asked"], {True: "yes", False: "no"}.get(each["holds"], "")) if asked else ()
+        table.add_row(
+            each["name"], number(each["value"]), each["unit"], number(each["limit"]), number(each["ratio"]), *more
+        )
     console.print(table)
-    for each in rows:
-        if "note" in each:
-            hint = "; the extra [peers] brings it" if "No module named" in each["note"] else ""
-            console.print(f"{each['name']}: {each['note']}{hint}", markup=False, soft_wrap=True)
+    for note, group in groupby(rows, lambda each: each.get("note", "")):
+        names = [each["name"] for each in group]
+        if note:
+            hint = "; the extra [peers] brings it" if "No module named" in note else ""
+            about_which = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            console.print(f"{about_which}: {note}{hint}", markup=False, soft_wrap=True)
 
 
 def shapes() -> dict[str, tuple[Workflow, int]]:
@@ -175,3 +184,16 @@ def overhead(as_json: bool, peers: bool, peer_python: str | None) -> None:
     if peers:
         rows += [row(r["name"], r["value"], r["unit"], note=r.get("note", "")) for r in measure_peers(peer_python or sys.executable)]  # fmt: skip
     show("overhead", about, rows, as_json)
+
+
+@bench.command(short_help="Page copies, the page file, decisions on pages, and rings.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--path", type=click.Path(exists=True, file_okay=False, writable=True), default=None, help="The folder for the page file; the temporary one by default.")  # fmt: skip
+@click.option("--size-mib", type=click.IntRange(1), default=SIZE_MIB, show_default=True, help="How much is moved.")
+@click.option("--most-pages", type=click.IntRange(1000), default=FAULT_PAGES[-1], show_default=True, help="Leave out decisions on more pages.")  # fmt: skip
+def memory(as_json: bool, path: str | None, size_mib: int, most_pages: int) -> None:
+    """How close the paged memory comes to what the machine can do, and what its decisions cost."""
+    about = machine()
+    pages = tuple(count for count in FAULT_PAGES if count <= most_pages)
+    rows = list(measure_memory(path or tempfile.gettempdir(), size_mib, pages))
+    show("memory", about, rows, as_json)

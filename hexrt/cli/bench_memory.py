@@ -1,0 +1,86 @@
+"""What `hexrt bench memory` measures: page copies, the page file, the daemon's decisions, and rings, each beside its limit.
+
+A row is {"name", "value", "unit", "limit", "ratio", "asked", "holds"} and, where there is more to say, "note". `limit` was measured in the
+same run; `asked` is what the row is held to, as text, and `holds` says whether it is met (None: nothing was asked). What cannot be
+measured here is a row without a value that says why. Leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hexrt.cli import bench_copies, bench_disk, bench_pages, bench_ring
+from hexrt.errors import HexrtError
+
+SIZE_MIB = 256
+PAGE_BYTES = bench_pages.PAGE_BYTES
+FAULT_PAGES = (1_000, 100_000, 1_000_000)
+LEAST_RATIO, MOST_FAULT_US, MOST_PAGE_BYTES, MOST_MESSAGE_US = 0.9, 20.0, 200.0, 10.0
+FLAT = 1.5
+"""How much longer a decision among many pages may take than among the fewest and still be called flat."""
+
+Row = dict[str, Any]
+
+
+def measure(path: str, size_mib: int = SIZE_MIB, fault_pages: tuple[int, ...] = FAULT_PAGES) -> Iterator[Row]:
+    """The rows, as they are measured. `path` is the folder for the page file."""
+    size = size_mib << 20
+    yield from guarded("device and host", lambda: bench_copies.measure(size, PAGE_BYTES), _at_least)
+    yield from guarded("host and NVMe", lambda: bench_disk.measure(path, size, PAGE_BYTES), _at_least)
+    yield from faults(fault_pages)
+    rounds = min(bench_ring.ROUNDS, max(3, size_mib // 4))
+    yield from guarded("ring", lambda: bench_ring.measure(rounds=rounds), ring_asked)
+
+
+def guarded(name: str, act: Callable[[], list[Row]], asked: Callable[[Row], Row]) -> Iterator[Row]:
+    """The rows of one measurement, or one that says why there are none."""
+    try:
+        yield from map(asked, act())
+    except HexrtError as error:
+        yield _nothing_asked(
+            {"name": name, "value": None, "unit": "absent", "limit": None, "ratio": None, "note": str(error)}
+        )
+
+
+def _nothing_asked(row: Row) -> Row:
+    return row | {"asked": "", "holds": None}
+
+
+def _at_least(row: Row) -> Row:
+    return row | {"asked": f">= {LEAST_RATIO:.0%}", "holds": row["ratio"] >= LEAST_RATIO}
+
+
+def _below(row: Row, most: float) -> Row:
+    return row | {"asked": f"< {most:g} {row['unit']}", "holds": row["value"] < most}
+
+
+def ring_asked(row: Row) -> Row:
+    """The copies that a consumer makes, and its reading, are its own affair: a row for each says what they cost."""
+    if row["unit"] == "us":
+        return _below(row, MOST_MESSAGE_US)
+    return _at_least(row) if row["name"].endswith("in place") else _nothing_asked(row)
+
+
+def faults(pages: tuple[int, ...]) -> Iterator[Row]:
+    """Decision time at each number of pages, whose limit is the time at the fewest, and the tables' bytes a page at the most."""
+    fewest: float | None = None
+    for count in pages:
+        cost = bench_pages.fault_cost(count)
+        row: Row = {"name": f"page fault, {count:,} pages", "value": cost.us, "unit": "us", "limit": fewest}
+        row["ratio"] = cost.us / fewest if fewest else None
+        row["note"] = f"the slowest hundred {cost.worst_us:.1f} us each"
+        row = _below(row, MOST_FAULT_US)
+        if fewest:
+            row["asked"] += ", flat"
+            row["holds"] = row["holds"] and row["ratio"] <= FLAT
+        fewest = fewest or cost.us
+        yield row
+    bytes_row = {
+        "name": f"tables, a page of {pages[-1]:,}",
+        "value": cost.bytes_a_page,
+        "unit": "B",
+        "limit": None,
+        "ratio": None,
+    }
+    yield _below(bytes_row, MOST_PAGE_BYTES)
