@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from hexrt.errors import BadRequest
-from hexrt.memory.passed import ANCILLARY_BYTES, close_all, received_fds, rights
+from hexrt.memory.passed import ANCILLARY_BYTES, CLOEXEC, TRUNCATED, close_all, received_fds, rights
 from hexrt.protocol.framing import HEADER, FrameSplitter
 from hexrt.protocol.messages import FromDaemon, Refused
 from hexrt.server.drained import Drained, unread_bytes
@@ -103,7 +103,7 @@ class Connection:
     def _read(self) -> None:
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(
-                READ_ON_BYTES if self._splitter.pending_bytes else READ_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                READ_ON_BYTES if self._splitter.pending_bytes else READ_BYTES, ANCILLARY_BYTES, CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return
@@ -115,9 +115,9 @@ class Connection:
             return
         broken = None
         fds: tuple[int, ...] = ()
-        if ancillary or flags & socket.MSG_CTRUNC:
+        if ancillary or flags & TRUNCATED:
             fds = received_fds(ancillary)
-            if flags & socket.MSG_CTRUNC or len(fds) > 1:
+            if flags & TRUNCATED or len(fds) > 1:
                 close_all(fds)
                 self._on_bad_frame(BadRequest("a message brings one file descriptor at most", "tensors"))
                 return
