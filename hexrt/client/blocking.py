@@ -17,7 +17,7 @@ from hexrt.client import calls
 from hexrt.client.calls import Call, Outcome, Run
 from hexrt.core import Durability, RunId, RunState
 from hexrt.errors import Disconnected, from_record
-from hexrt.memory.passed import close_all, receive, rights
+from hexrt.memory.passed import receive, rights
 from hexrt.paths import client_socket
 from hexrt.protocol import messages as m
 from hexrt.workflow.model import Workflow
@@ -99,16 +99,16 @@ class Client:
 
     def _send(self, call: Call[Any]) -> int:
         number, data, fd = self._wire.request(call)
+        if fd < 0:
+            self._guarded(lambda: self._socket.sendall(data))
+            return number
         try:
-            self._guarded(lambda: self._transmit(data, fd))
+            self._guarded(lambda: self._send_with(data, fd))
         finally:
-            close_all((fd,))
+            os.close(fd)
         return number
 
-    def _transmit(self, data: bytes, fd: int) -> None:
-        if fd < 0:
-            self._socket.sendall(data)
-            return
+    def _send_with(self, data: bytes, fd: int) -> None:
         sent = self._socket.sendmsg((data,), (rights(fd),))
         self._socket.sendall(memoryview(data)[sent:])
 

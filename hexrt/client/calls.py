@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,12 +242,13 @@ class Wire:
             )
         return number, frame(body), fd
 
-    def answers(self, data: bytes, fds: Iterable[int] = ()) -> Iterator[tuple[int | None, m.FromDaemon]]:
+    def answers(self, data: bytes, fds: Sequence[int] = ()) -> Iterator[tuple[int | None, m.FromDaemon]]:
         """The messages that `data` completes, with the request they belong to, None for all. Raises Disconnected at nonsense.
 
         `fds` came with `data`, and are closed by this object.
         """
-        self._fds.extend(fds)
+        if fds:
+            self._fds.extend(fds)
         try:
             for body in self._splitter.feed(data):
                 message = self._decoder.decode(body)

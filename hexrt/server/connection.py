@@ -121,10 +121,9 @@ class Connection:
                 close_all(fds)
                 self._on_bad_frame(BadRequest("a message brings one file descriptor at most", "tensors"))
                 return
-        bodies = []
+        bodies: list[bytes] = []
         try:
-            for body in self._splitter.feed(data):
-                bodies.append(body)
+            bodies.extend(self._splitter.feed(data))  # keeps those before a broken one
         except BadRequest as error:
             broken = error
         if fds or self._unfinished_fd >= 0:
