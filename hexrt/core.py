@@ -27,6 +27,7 @@ class DeviceKind(enum.StrEnum):
     CPU = "cpu"  # torch on the CPU as an accelerator
     NPU = "npu"  # ONNX Runtime sessions behind a queue
     IO = "io"  # network waits, in the daemon's own loop
+    DISK = "disk"  # the host of the NVME tier: runs no steps
     CUDA = "cuda"  # an NVIDIA GPU or MIG instance
 
 

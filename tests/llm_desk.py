@@ -26,7 +26,7 @@ def ask(key: Hashable, prompt: int, answer: int, **more: Any) -> SequenceRequest
     return SequenceRequest(key, tuple(range(100, 100 + prompt)), greedy(answer) if answer else None, **more)
 
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 3 * 4096  # no divisor of an extent, as of most models: frames are taken from the lowest up
 
 
 class FakeDevice:
@@ -41,7 +41,7 @@ class FakeDevice:
 
 
 def keeper_of(frames: int = 16, host: int = 0, nvme: int = 0, policy: str = "lru") -> Keeper:
-    """A keeper of tiers with so many pages of 4 KiB; 0 leaves a tier out."""
+    """A keeper of tiers with so many pages; 0 leaves a tier out."""
     keeper = Keeper(PagePool(NextUse() if policy == "next_use" else Lru()), Links())
     if host:
         keeper.add_host(host * PAGE_BYTES)

@@ -64,18 +64,17 @@ class SequencePages:
             return Took.NOTHING
         pool.share(shared)
         pool.pin(shared)
-        held = [*shared, tail] if tail is not None else shared
-        if tail is not None:
-            pool.pin((tail,))
         absent = [page for page in shared if keeper.below_top(page)]
         fresh = state.pages - len(shared)
-        if not keeper.make_room(self.cls, fresh + len(absent)):
-            pool.unpin(held)
+        tail = self._room_with(tail, fresh + len(absent))
+        if tail is None and not keeper.make_room(self.cls, fresh + len(absent)):
+            pool.unpin(shared)
             pool.release(shared)
             return Took.NOTHING
         state.awaited = state.missing = 0
-        own = [keeper.copy_private(tail, self.device, self._note(state))] if tail is not None else []
+        own: list[Page] = []
         if tail is not None:
+            own.append(keeper.copy_private(tail, self.device, self._note(state)))
             pool.unpin((tail,))
             state.awaited += 1
         if absent:
@@ -87,6 +86,15 @@ class SequencePages:
         state.pinned = True
         self._account(state, len(shared), tail, parent)
         return Took.LOADING if state.awaited else Took.PAGES
+
+    def _room_with(self, tail: Page | None, count: int) -> Page | None:
+        """The page to be copied, pinned, where there is room for `count` pages beside it; else None: its tokens are computed anew."""
+        if tail is not None:
+            self.pool.pin((tail,))
+            if self.keeper.make_room(self.cls, count):
+                return tail
+            self.pool.unpin((tail,))
+        return None
 
     def _account(self, state: State, shared: int, tail: Page | None, parent: State | None) -> None:
         computed = shared * self.page_tokens
@@ -120,8 +128,9 @@ class SequencePages:
         return pages, tail
 
     def _is_unsettled(self, page: Page) -> bool:
-        """On its way up, or to another frame: a binding now would be wrong in a moment."""
-        return self.pool.moving(page) and self.pool.state(page) is not PageState.STORING
+        """In a move, other than one that copies it down from where it is used: it cannot be loaded, or its frame changes in a moment."""
+        stored = self.pool.state(page) is PageState.STORING and not self.keeper.below_top(page)
+        return self.pool.moving(page) and not stored
 
     def _is_worth(self, pages: list[Page]) -> bool:
         """Whether bringing pages up takes less than computing them anew."""

@@ -59,6 +59,17 @@ class Keeper:
         """The class of a model's KV pages on a device."""
         return self.pool.add_class(self._top[device], page_bytes, True)
 
+    def learn_links(self, device: str, facts: Mapping[str, Any]) -> None:
+        """What a host measured at its start: {links: {copy_bytes_per_s, latency_ns}}, or of the disk {read_bytes_per_s, write_bytes_per_s, latency_ns}."""
+        if device == DISK:
+            latency_ns = facts.get("latency_ns", 0.0)
+            self.links.set_measured((self._nvme, self._host), latency_ns, facts.get("read_bytes_per_s", 0.0) / 1e9)
+            self.links.set_measured((self._host, self._nvme), latency_ns, facts.get("write_bytes_per_s", 0.0) / 1e9)
+        elif (measured := facts.get("links")) and self._top.get(device, self._host) != self._host:
+            speed = measured["copy_bytes_per_s"] / 1e9
+            for between in ((self._host, self._top[device]), (self._top[device], self._host)):
+                self.links.set_measured(between, measured["latency_ns"], speed)
+
     # --- what engines ask for ---------------------------------------------------------------------------------------
 
     def attend(self) -> None:
@@ -74,12 +85,19 @@ class Keeper:
         if pool.can_create(cls, count, span, tier):
             return True
         room = plan.make_room(pool, tier, cls, count, True, span, self._admission(tier))
+        if span == 1 and pool.room(cls, tier) + self._leaving(tier, cls) + room.pages < count:
+            return False  # nothing is given up for what cannot be had anyway
         level = pool.tiers[tier].level
         for page in (*room.drops, *room.discards):
             pool.drop(page, level)
         if room.stores:
             self._store(room.stores, tier)
         return pool.can_create(cls, count, span, tier)
+
+    def _leaving(self, tier: int, cls: int) -> int:
+        """Frames of the class's size whose content open moves carry down: they can be dropped soon."""
+        record, level = self.pool.classes[cls], self.pool.tiers[tier].level
+        return self.pool.tiers[tier].leaving[record.frame_classes[level]]
 
     def below_top(self, page: Page) -> int:
         """How many hops a page is away from where it is used: 0 there, 1 or 2 below. For a page with a copy somewhere."""

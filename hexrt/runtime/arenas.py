@@ -1,0 +1,65 @@
+"""The memory behind the tiers: the HOST arena that hosts map, and the host of the NVME tier, which is started when it is first needed.
+
+Owns the arena's memfd. Tells the keeper what hosts measured of their links, and that a tier cannot be had. Loop thread only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hexrt.brain.view import Device
+from hexrt.config import Memory
+from hexrt.core import DeviceKind
+from hexrt.devices.link import HostLink
+from hexrt.memory.arena import create_host_arena, map_fd, read_only
+from hexrt.memory.keeper import DISK, Keeper
+from hexrt.protocol.host import HOST
+
+WRITERS = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.DISK)
+"""Who moves pages, or uses them in place. Everybody else reads."""
+
+
+class Arenas:
+    def __init__(self, memory: Memory, keeper: Keeper, start_disk: Callable[[Device], None]) -> None:
+        """`start_disk` starts a host for the device. Raises OutOfMemory."""
+        self._keeper = keeper
+        self._start_disk = start_disk
+        self._bytes = memory.host_mib << 20
+        self._fd, facts = create_host_arena(self._bytes)
+        self._read_only_fd = read_only(self._fd)
+        self.facts: dict[str, Any] = {"pages": facts.pages, "why": facts.why}
+        self._disk_started = False
+
+    def view(self) -> memoryview:
+        """The daemon's own view of HOST, for reading."""
+        return map_fd(self._read_only_fd, self._bytes, False)
+
+    def host_started(self, link: HostLink, kind: DeviceKind) -> None:
+        if kind in WRITERS:
+            link.map(HOST, self._fd, self._bytes, writable=True)
+
+    def let_read(self, link: HostLink) -> None:
+        """Sees to it that the host can read HOST from now on."""
+        if HOST not in link.mapped:
+            link.map(HOST, self._read_only_fd, self._bytes)
+
+    def host_ready(self, device: str, facts: Mapping[str, Any]) -> None:
+        """Takes over what a host measured of its links."""
+        self._keeper.learn_links(device, facts)
+
+    def host_lost(self, device: Device) -> None:
+        """A device is given up."""
+        if device.name == DISK:
+            self._keeper.no_nvme(device.lost)
+
+    def serve(self) -> None:
+        """Starts the host of the NVME tier once there is work for it."""
+        if self._keeper.wants_disk and not self._disk_started:
+            self._disk_started = True
+            self._start_disk(Device(DISK, DeviceKind.DISK, 64, DISK))
+
+    def close(self) -> None:
+        os.close(self._fd)
+        os.close(self._read_only_fd)
