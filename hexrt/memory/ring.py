@@ -24,6 +24,7 @@ from hexrt.memory.ring_memory import (
     FILLED,
     FIRST,
     FREE,
+    FREED,
     LINE,
     OFFSET,
     ORDER,
@@ -96,7 +97,8 @@ class RingWriter(RingEnd):
 
     def _take_over(self) -> None:
         words = self._words
-        for slot in range(self._slots):
+        first = words[FIRST + 1 % self._slots * LINE + ORDER]  # all that can be there before anything was counted
+        for slot in range(self._slots) if words[COMMITTED] else (first,):
             line = FIRST + slot * LINE
             word = words[line]
             self._serial = max(self._serial, word >> SERIAL_SHIFT)
@@ -108,14 +110,12 @@ class RingWriter(RingEnd):
 
     def reserve_nowait(self, size: int) -> WriteSlot | None:
         """A slot of `size` bytes at the lowest address that has room; None while there is none, and always above `capacity_bytes`."""
-        released = self._words[RELEASED]
-        if released != self._released:
-            self._take_back(released - self._released)
-            self._released = released
+        if self._words[RELEASED] != self._released:
+            self._take_back()
         held = self._held
         start = self._gaps.take(_rounded(size)) if len(held) < self.most else -1
         if start < 0:
-            self._take_back(len(held))  # a reader that was killed may have freed one without counting it
+            self._take_back_all()  # a reader that was killed may have freed one without counting it
             start = self._gaps.take(_rounded(size)) if len(held) < self.most else -1
             if start < 0:
                 return None
@@ -174,16 +174,25 @@ class RingWriter(RingEnd):
             raise InvariantViolation(f"slot {slot.slot} is not being filled")
         self._give_back(slot)
 
-    def _take_back(self, most: int) -> None:
-        """Takes back what the reader has released, the oldest first, up to `most` slots."""
+    def _take_back(self) -> None:
+        """Takes back what the reader has noted as released since the last time."""
+        words, held = self._words, self._held
+        released = words[RELEASED]
+        if REORDERS:
+            self._fence()
+        if not 0 < released - self._released <= self._slots:
+            self._take_back_all()
+        for number in range(self._released, released):
+            slot = held.get(words[FIRST + number % self._slots * LINE + FREED])
+            if slot is not None and words[FIRST + slot.slot * LINE] == slot.free_word:
+                self._give_back(slot)
+        self._released = released
+
+    def _take_back_all(self) -> None:
+        """The same by a look at every slot that is held."""
+        self._released = self._words[RELEASED]
         words = self._words
-        found: list[WriteSlot] = []
-        for slot in self._held.values():
-            if words[FIRST + slot.slot * LINE] == slot.free_word:
-                found.append(slot)
-                if len(found) == most:
-                    break
-        for slot in found:
+        for slot in [slot for slot in self._held.values() if words[FIRST + slot.slot * LINE] == slot.free_word]:
             self._give_back(slot)
 
     def _give_back(self, slot: WriteSlot) -> None:
@@ -192,7 +201,7 @@ class RingWriter(RingEnd):
         self._free.append(slot.slot)
 
     def statistics(self) -> RingStatistics:
-        self._take_back(len(self._held))
+        self._take_back_all()
         held = self._held.values()
         states = [self._words[FIRST + slot.slot * LINE] & STATE for slot in held if slot.free_word != FILLING]
         return RingStatistics(
@@ -234,8 +243,9 @@ class RingReader(RingEnd):
         self._freed_fd = freed_fd
         self._data = self._view.toreadonly()
         self._held: dict[int, int] = {}  # slot -> its word when it is free again
-        self._next = 0  # the serial that comes next
-        self._find_oldest()
+        self._next = 1  # the serial that comes next
+        if self._words[COMMITTED]:
+            self._find_oldest()
 
     def take_nowait(self) -> ReadSlot | None:
         """The oldest committed record; None where there is none. Raises BadRequest, the slot dropped, where it lies outside the ring."""
@@ -305,10 +315,11 @@ class RingReader(RingEnd):
         free = self._held.pop(slot, None)
         if free is None:
             raise InvariantViolation(f"slot {slot} is not being read")
-        if REORDERS:
+        self._free(slot, free)
+        if self._freed_fd >= 0:
             self._fence()
-        self._words[FIRST + slot * LINE] = free
-        self._count_released(1)
+            if self._words[WRITER_WAITS]:
+                self._wake(self._freed_fd)
 
     def recover(self) -> int:
         """Frees what a dead reader was reading, and returns how many slots. What it had not begun is still to be taken."""
@@ -316,9 +327,8 @@ class RingReader(RingEnd):
         for slot in range(self._slots):
             word = words[FIRST + slot * LINE]
             if word & STATE == PROCESSING and slot not in self._held:
-                words[FIRST + slot * LINE] = word - PROCESSING + FREE
+                self._free(slot, word - PROCESSING + FREE)
                 freed += 1
-        self._count_released(freed)
         if self._freed_fd >= 0:
             self._wake(self._freed_fd)  # it may have died between freeing and waking
         return freed
@@ -328,13 +338,16 @@ class RingReader(RingEnd):
         words = self._words
         return tuple(slot for slot in range(self._slots) if words[FIRST + slot * LINE] & STATE in (FILLED, PROCESSING))
 
-    def _count_released(self, slots: int) -> None:
+    def _free(self, slot: int, free: int) -> None:
         words = self._words
-        words[RELEASED] = (words[RELEASED] + slots) % (1 << 64)
-        if self._freed_fd >= 0:
+        if REORDERS:
             self._fence()
-            if words[WRITER_WAITS]:
-                self._wake(self._freed_fd)
+        words[FIRST + slot * LINE] = free
+        released = words[RELEASED]
+        words[FIRST + released % self._slots * LINE + FREED] = slot
+        if REORDERS:
+            self._fence()
+        words[RELEASED] = (released + 1) % (1 << 64)
 
     def _find(self) -> int:
         """The slot of the oldest record that was not taken; -1 where there is none."""

@@ -1,8 +1,10 @@
 """The memory of a ring: its memfd, where its words are, and what both of its ends do with them.
 
     header            3 lines of 64 bytes: what never changes | the writer's words | the reader's words
-    a line a slot     serial and state | offset | bytes | which slot has the serial that is this line's number modulo slots
+    a line a slot     serial and state | offset | bytes | which slot had the commit, and which the release, of this line's number
     data              from a page boundary to the end; slots start at multiples of 64
+
+    Commits and releases are counted, modulo the number of slots, to find their lines.
 
         FREE --writer: commit--> FILLED --reader: take, accept--> PROCESSING --reader: release--> FREE
 
@@ -40,7 +42,7 @@ COMMITTED, WRITER_WAITS = 8, 9  # the newest serial; the writer wants to be woke
 RELEASED, READER_WAITS = 16, 17  # how many slots were given back; the reader wants to be woken by a commit
 FIRST = 24  # the first slot's line
 LINE = 8
-OFFSET, BYTES, ORDER = 1, 2, 3  # in a slot's line
+OFFSET, BYTES, ORDER, FREED = 1, 2, 3, 4  # in a slot's line
 
 
 def data_start(slots: int) -> int:
