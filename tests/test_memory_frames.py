@@ -116,10 +116,10 @@ def test_a_frame_larger_than_an_extent_takes_several() -> None:
 def test_a_run_may_go_over_several_extents() -> None:
     frames = space(40)
     cls = frames.add_class(GRANULE)
-    first = frames.allocate_run(cls, 30)
-    assert frames.can_allocate_run(cls, 10) and not frames.can_allocate_run(cls, 11)
-    with pytest.raises(OutOfMemory, match="11 contiguous frames of 4096 bytes"):
-        frames.allocate_run(cls, 11)
+    first = frames.allocate_run(cls, 32)
+    assert frames.can_allocate_run(cls, 8) and not frames.can_allocate_run(cls, 9)
+    with pytest.raises(OutOfMemory, match="9 contiguous frames of 4096 bytes"):
+        frames.allocate_run(cls, 9)
     frames.free_run(cls, first + 5, 21)
     assert frames.can_allocate_run(cls, 21) and not frames.can_allocate_run(cls, 22)
     assert frames.allocate_run(cls, 21) == first + 5

@@ -134,7 +134,7 @@ class FrameSpace(Extents):
         c, size = self._classes[cls], self.extent_bytes
         start, end = first * c.bytes, (first + span) * c.bytes
         low, high = start // size, (end - 1) // size
-        if span == 1 and low == high and self._owner[low] == cls and self._held[low] > 1:
+        if span == 1 and low == high < self.extents and self._owner[low] == cls and self._held[low] > 1:
             self._free_one(c, first, low)
             return
         self._check_held(c, first, span, low, high)
@@ -207,7 +207,16 @@ class FrameSpace(Extents):
             length = self._longest[extent]
             return self._first(c, extent) + find_run(self._mask[extent], length), length
         length = min(need, end - first)
-        return (end - length if from_top else first), length
+        return self._place_in(c, first, end, length, from_top), length
+
+    def _place_in(self, c: FrameClass, first: int, end: int, length: int, from_top: bool) -> int:
+        """Where a run of `length` goes in the free frames [first, end): at one end, and from an extent's beginning where that is a frame's."""
+        if not from_top:
+            return first
+        if self.extent_bytes % c.bytes:
+            return end - length
+        whole = self.extent_bytes // c.bytes
+        return max(first, (end - length) // whole * whole)
 
     def _fit(self, c: FrameClass, span: int, thorough: bool) -> int:
         """An extent of the class that has a run of `span` free frames; -1 where none is found."""
@@ -271,7 +280,7 @@ class FrameSpace(Extents):
             return self._first(c, extent) + find_run(self._mask[extent], span)
         first, end, from_top = self._uncut(c, span)
         if end - first >= span:
-            return end - span if from_top else first
+            return self._place_in(c, first, end, span, from_top)
         for low, high in runs_of(c.own | self._free):
             found = self._find_across(c, low, high, span)
             if found >= 0:
