@@ -24,7 +24,7 @@ import uvloop
 
 import hexrt
 from hexrt.brain.decide import Brain
-from hexrt.brain.engines import Engines, ModelSource
+from hexrt.brain.engines import Engines
 from hexrt.brain.view import Device
 from hexrt.cli.settings import live_changes, load_config, socket_path, state_dir
 from hexrt.clock import SystemClock
@@ -38,6 +38,7 @@ from hexrt.ops.registry import load_ops
 from hexrt.ops.spec import OpSpec
 from hexrt.protocol.host import VERSION, Hello
 from hexrt.runtime.answers import ended_of_lost
+from hexrt.runtime.arenas import Arenas, keeper_of, model_source
 from hexrt.runtime.fleet import Fleet, host_environ
 from hexrt.runtime.service import Service
 from hexrt.runtime.state import RunTable
@@ -75,11 +76,11 @@ class Daemon:
         self._saved_cost = self.store.load("cost") or b""
         self._load_cost()
         self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), config.limits.max_tasks)  # fmt: skip
-        engines = Engines(
-            {name: ModelSource(self._model_path(m.path), m.dtype) for name, m in self._models().items()},
-            config.cpu.arena_mib << 20, config.cpu.token_budget, config.cpu.passes,
-        )  # fmt: skip
+        keeper = keeper_of(config.memory, {"cpu:0": config.cpu.arena_mib} if config.cpu.enabled else {})
+        sources = {name: model_source(self._model_path(m.path), m.dtype) for name, m in self._models().items()}
+        engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes)
         self.brain = Brain(self.table, self.cost, engines)
+        self.arenas = Arenas(config.memory, keeper, self._start_disk)
         self.tensors = Tensors(self.table.holding, config.memory.ring_mib << 20)
         self.service = Service(
             self._loop, self.table, self.brain, self.store, self._clock, config.limits, config.daemon.admin_gids,
@@ -135,7 +136,7 @@ class Daemon:
         self._temporary.mkdir(mode=0o700)
         fleet = owner.fleet = Fleet(
             self._loop, self.brain, self.brain.engines, self._clock, owner.post, owner.wake, owner.turn_if_due, self._hello, first,
-            host_environ(os.environ, self._temporary), self.tensors,
+            host_environ(os.environ, self._temporary), self.tensors, self.arenas,
         )  # fmt: skip
         bodies = Bodies(self._ops, self._hello("io:0", 0), self.config.limits.max_output_mib << 20, self.tensors)
         fleet.add_io(Device("io:0", DeviceKind.IO, 256, "io"), IoDevice(bodies, fleet.on_io_report))
@@ -145,6 +146,11 @@ class Daemon:
             fleet.add(Device("cpu:0", DeviceKind.CPU, 1 << 16, "cpu:0"), "cpu")
         if self.config.npu.enabled:
             fleet.add(Device("npu:0", DeviceKind.NPU, 2, "npu:0"), "npu")
+
+    def _start_disk(self, device: Device) -> None:
+        fleet = self.service.owner.fleet
+        assert fleet is not None
+        fleet.add(device, "disk")
 
     def _clear_temporary(self) -> None:
         """What hosts left in their temporary directory, those of a killed daemon too."""
@@ -158,6 +164,7 @@ class Daemon:
             "models": {n: {"path": self._model_path(m.path), "dtype": m.dtype} for n, m in self._models().items()},
             "cpu": msgspec.to_builtins(config.cpu),
             "npu": msgspec.to_builtins(config.npu),
+            "memory": {"nvme_path": config.memory.nvme_path, "nvme_bytes": config.memory.nvme_mib << 20},
         }
         return Hello(VERSION, epoch, device, str(self._directory), self._models_dir(), settings)
 
@@ -255,6 +262,7 @@ class Daemon:
             self._clear_temporary()
         self.service.close()
         self.tensors.close()
+        self.arenas.close()
         if self._saving is not None:
             self._saving.cancel()
             self.store.save("cost", self.cost.dump())

@@ -67,7 +67,7 @@ class Desk:
         """What goes to the device but for copies, which stay in `copies` until they are answered."""
         sent = self.engine.decide(0, lambda: next(self.commands))
         copies: dict[str, list[Any]] = {}
-        self.keeper.decide(self.devices, copies)
+        self.keeper.decide(0, self.devices, copies)
         self.copies += [(name, copy) for name, messages in copies.items() for copy in messages]
         self.engine.check_integrity()
         return sent

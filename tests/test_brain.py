@@ -18,6 +18,7 @@ from hexrt.scheduling.cost import PRIOR_NS, CostModel
 from hexrt.scheduling.rank import upward_ranks
 from hexrt.workflow.check import GraphLimits, check_workflow
 from hexrt.workflow.model import Needs, StepSpec, Workflow
+from tests.llm_desk import keeper_of
 from tests.notation import OPS, finished, submit, table, task_of, workflow
 
 MS = 1_000_000
@@ -28,7 +29,7 @@ ALL = {**OPS, "both": BOTH, "slow": SLOW}
 
 def brain(runs: RunTable, *names: str, window: int = 64) -> Brain:
     cost = CostModel()
-    made = Brain(runs, cost, Engines({}, 1 << 20, 16, 1))
+    made = Brain(runs, cost, Engines({}, keeper_of(), 16, 1))
     for name in names:
         kind = DeviceKind(name.split(":")[0])
         limit = window if kind is DeviceKind.POOL else 2

@@ -12,15 +12,18 @@ from hexrt.brain.decide import Brain
 from hexrt.brain.engines import Engines, Entry
 from hexrt.brain.view import Device
 from hexrt.clock import SystemClock
+from hexrt.config import Memory
 from hexrt.core import DeviceKind
 from hexrt.devices.link import HostLink
 from hexrt.events import Failed
 from hexrt.protocol.host import Ping
+from hexrt.runtime.arenas import Arenas
 from hexrt.runtime.entities import Task
 from hexrt.runtime.fleet import Fleet, Member
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.tensors import Tensors
 from hexrt.scheduling.cost import CostModel
+from tests.llm_desk import keeper_of
 from tests.notation import place, submit, table, workflow
 
 SECOND = 1_000_000_000
@@ -86,11 +89,11 @@ def no_more_hosts(device: str, epoch: int) -> Any:
 
 async def scene(last_command: int = 0, last_begun: int = 0, kind: DeviceKind = DeviceKind.POOL) -> Scene:
     runs, events = table(), []  # type: ignore[var-annotated]
-    engines = Engines({}, 1 << 20, 16, 1)
+    engines = Engines({}, keeper_of(), 16, 1)
     brain = Brain(runs, CostModel(), engines)
     fleet = Fleet(
         asyncio.get_running_loop(), brain, engines, SystemClock(), events.append, lambda: None, lambda: None,
-        no_more_hosts, 1, {}, Tensors(runs.holding, 1 << 20),
+        no_more_hosts, 1, {}, Tensors(runs.holding, 1 << 20), Arenas(Memory(host_mib=1), engines.keeper, no_more_hosts),
     )  # fmt: skip
     device = Device("pool:0", kind, 64, "pool", ready=True)
     link = DeadLink(last_command, last_begun)

@@ -17,6 +17,7 @@ from hexrt.runtime.entities import Run
 from hexrt.runtime.state import RunTable
 from hexrt.scheduling.cost import CostModel
 from hexrt.workflow.model import MapSpec, StepSpec, Workflow
+from tests.llm_desk import keeper_of
 from tests.notation import failed, finished, place, states, submit, table, task_of, workflow
 
 KIB = 1 << 10
@@ -28,7 +29,7 @@ def done(runs: RunTable, run: Run, step: str, value: Any = None, part: int = 0) 
 
 def decide(runs: RunTable) -> None:
     """Applies what has no room, as a turn of the owner does."""
-    brain = Brain(runs, CostModel(), Engines({}, 1 << 20, 16, 1))
+    brain = Brain(runs, CostModel(), Engines({}, keeper_of(), 16, 1))
     brain.add_device(Device("pool:0", DeviceKind.POOL, 64, "pool"))
     for event in brain.decide(9).events:
         runs.apply(event)

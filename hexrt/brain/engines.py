@@ -217,8 +217,6 @@ class Engines:
 
     def limit_ns(self, device: str, command: int) -> int:
         """How long an engine's command may run before its host is taken for hung; 0 for a command that is no engine's."""
-        if limit := self.keeper.traffic.limit_ns(device, command):
-            return limit
         for entry in self._entries.get(device, {}).values():
             if entry.load_command and entry.load_command == command:
                 return LOAD_NS
@@ -261,7 +259,7 @@ class Engines:
                     send.setdefault(name, []).append(
                         LoadModel(entry.load_command, entry.model, source.path, source.dtype, PAGE_TOKENS)
                     )
-        self.keeper.decide(devices, send)
+        self.keeper.decide(now_ns, devices, send)
         events.extend(self._events)
         self._events.clear()
         for name, command in self._dropped:
@@ -378,7 +376,8 @@ class Engines:
         self._events.append(Failed(task.run.id, task.step.node.index, task.part, task.attempt, task.device, task.start_ns or at_ns, at_ns, error))  # fmt: skip
 
     def statistics(self) -> dict[str, float]:
-        return {
+        moved = msgspec.structs.asdict(self.keeper.statistics())
+        return {f"memory_{name}": float(value) for name, value in moved.items()} | {
             f"{device}_{entry.model}_{name}": float(value)
             for device, entries in self._entries.items()
             for entry in entries.values()

@@ -30,9 +30,11 @@ class DiskProgram(HostProgram):
 
     def start(self) -> dict[str, Any]:
         settings = self.hello.settings["memory"]
-        fd, facts = open_page_file(
-            settings["nvme_path"] or self.hello.state_dir, int(settings["nvme_bytes"]), self.calls
-        )
+        size = int(settings["nvme_bytes"])
+        if not size:  # only copies between HOST and segments
+            self._disk = PageDisk(-1, 0, self.places, self.calls, DEPTH, self._show)
+            return {"backend": "none", "bytes": 0}
+        fd, facts = open_page_file(settings["nvme_path"] or self.hello.state_dir, size, self.calls)
         speed = probe(fd, facts.bytes, self.calls)
         self._disk = PageDisk(fd, facts.bytes, self.places, self.calls, DEPTH, self._show)
         return {"backend": "threads", "depth": DEPTH, "direct": facts.direct, "why": facts.why, "bytes": facts.bytes, "request_bytes": REQUEST_BYTES} | speed  # fmt: skip

@@ -242,13 +242,13 @@ class Keeper:
         self.traffic.queue(flight, urgent)
         self.wants_disk |= flight.device == DISK
 
-    def decide(self, devices: Mapping[str, Any], send: dict[str, list[ToHost]]) -> None:
+    def decide(self, now_ns: int, devices: Mapping[str, Any], send: dict[str, list[ToHost]]) -> None:
         """Sends on the copies that their hosts can take; thinks of background work when something has changed."""
         if self._attend:
             self._attend = False
             self._think_ahead()
         if self.traffic.has_queued:
-            self.traffic.send(devices, send)
+            self.traffic.send(now_ns, devices, send)
 
     # --- what comes back --------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Flight:
     then: Then | None
     is_background: bool = False
     command: int = 0
-    limit_ns: int = COPY_NS
+    late_ns: int = 0  # when its host is taken for hung
 
     @property
     def bytes(self) -> int:
@@ -81,7 +81,7 @@ class Traffic:
         else:
             queue.append(flight)
 
-    def send(self, devices: Mapping[str, Any], send: dict[str, list[ToHost]]) -> None:
+    def send(self, now_ns: int, devices: Mapping[str, Any], send: dict[str, list[ToHost]]) -> None:
         """Hands on the copies that their hosts can take now."""
         for name, queue in self._outbox.items():
             device: Carrier | None = devices.get(name)
@@ -89,7 +89,7 @@ class Traffic:
                 flight = queue.popleft()
                 flight.command = device.next_command()
                 estimate_ns = self.links.estimate_ns(flight.link, flight.bytes, len(flight.pieces))
-                flight.limit_ns = COPY_NS + SLOWER * estimate_ns
+                flight.late_ns = now_ns + COPY_NS + SLOWER * estimate_ns
                 self._flights[name, flight.command] = flight
                 self._with_host[name] = self._with_host.get(name, 0) + 1
                 send.setdefault(name, []).append(Copy(flight.command, flight.pieces))
@@ -108,10 +108,9 @@ class Traffic:
         self._with_host.pop(device, None)
         return gone
 
-    def limit_ns(self, device: str, command: int) -> int:
-        """How long a copy may take before its host is taken for hung; 0 for a command that is none."""
-        flight = self._flights.get((device, command))
-        return flight.limit_ns if flight is not None else 0
+    def overdue(self, now_ns: int) -> set[str]:
+        """Hosts that have had a copy for far longer than it can take."""
+        return {name for (name, _), flight in self._flights.items() if now_ns > flight.late_ns}
 
     @property
     def has_queued(self) -> bool:

@@ -7,18 +7,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from hexrt.brain.models import PAGE_TOKENS, ModelSource
 from hexrt.brain.view import Device
 from hexrt.config import Memory
 from hexrt.core import DeviceKind
 from hexrt.devices.link import HostLink
+from hexrt.errors import HexrtError
+from hexrt.llm.steps import model_shape
 from hexrt.memory.arena import create_host_arena, map_fd, read_only
+from hexrt.memory.frames import GRANULE
 from hexrt.memory.keeper import DISK, Keeper
+from hexrt.memory.lru import Lru, NextUse
+from hexrt.memory.pool import PagePool
 from hexrt.protocol.host import HOST
+from hexrt.scheduling.links import Links
 
 WRITERS = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.DISK)
 """Who moves pages, or uses them in place. Everybody else reads."""
+
+
+def keeper_of(memory: Memory, arenas_mib: Mapping[str, int]) -> Keeper:
+    """The tiers of this machine: HOST, NVME if there is to be one, and the arena of each device."""
+    keeper = Keeper(PagePool(Lru() if memory.policy == "lru" else NextUse()), Links())
+    keeper.add_host(memory.host_mib << 20)
+    if memory.nvme_mib:
+        keeper.add_nvme(memory.nvme_mib << 20)
+    for device, mib in arenas_mib.items():
+        keeper.add_device(device, mib << 20)
+    return keeper
+
+
+def model_source(folder: str, dtype: str) -> ModelSource:
+    """A model of the config, with what its own config.json says of its pages and its context, so far as that can be read."""
+    try:
+        shape = model_shape(msgspec.json.decode(Path(folder, "config.json").read_bytes()))
+    except (OSError, msgspec.MsgspecError, HexrtError):
+        return ModelSource(folder, dtype)
+    page_bytes = shape.page_bytes(dtype, PAGE_TOKENS)
+    return ModelSource(folder, dtype, page_bytes + -page_bytes % GRANULE, shape.context_tokens)
 
 
 class Arenas:

@@ -24,6 +24,7 @@ from hexrt.devices.link import HostLink
 from hexrt.errors import ErrorRecord, HexrtError
 from hexrt.events import DeviceDown, DeviceUp, Event, Failed, Finished, Started
 from hexrt.protocol.host import Cancel, FromHost, Hello, HostFailed, HostFinished, HostStarted, Ready
+from hexrt.runtime.arenas import Arenas
 from hexrt.runtime.entities import Task
 from hexrt.runtime.retries import DROPPED, NOT_BEGUN
 from hexrt.runtime.tensors import Tensors
@@ -81,6 +82,7 @@ class Fleet:
         first_epoch: int,
         environ: dict[str, str],
         tensors: Tensors,
+        arenas: Arenas,
     ) -> None:
         self._loop = loop
         self._brain = brain
@@ -93,6 +95,7 @@ class Fleet:
         self._epoch = first_epoch
         self._environ = environ
         self._tensors = tensors
+        self._arenas = arenas
         self._holding = brain.table.holding
         self._members: dict[str, Member] = {}
         self._checked_ns = 0
@@ -110,6 +113,10 @@ class Fleet:
         self._members[device.name] = Member(device, "", io)
         device.ready = True
 
+    def start_wanted(self) -> None:
+        """Starts a host that is not there before there is work for it."""
+        self._arenas.serve()
+
     def _spawn(self, device: Device, program: str) -> HostLink:
         self._epoch += 1
         device.epoch = self._epoch
@@ -119,6 +126,7 @@ class Fleet:
             self._loop, program, self._hello(device.name, self._epoch), self._on_reports, self._on_death, self._environ,
         )  # fmt: skip
         self._tensors.host_started(link)
+        self._arenas.host_started(link, device.kind)
         return link
 
     def _on_death(self, link: HostLink, reason: str) -> None:
@@ -143,6 +151,7 @@ class Fleet:
         member.failed_starts = 0 if was_ready else member.failed_starts + 1
         if member.failed_starts >= STARTS:
             device.lost = f"its host could not be started {STARTS} times: {reason}"
+            self._arenas.host_lost(device)
             return
         delay = 0.0 if killed or was_ready else 0.2 * 2**member.failed_starts
         member.respawn = self._loop.call_later(delay, self._respawn, member)
@@ -271,6 +280,7 @@ class Fleet:
         elif isinstance(report, Ready):
             device.ready, device.facts = True, report.facts | {"pid": report.pid}
             member.failed_starts = 0
+            self._arenas.host_ready(device.name, report.facts)
             self._post(DeviceUp(device.name, device.epoch, self._clock.now_ns()))
         else:
             self._engines.report(device, report)
@@ -322,8 +332,12 @@ class Fleet:
     def check_timeouts(self, now_ns: int) -> None:
         """Stops every task that has run longer than its step allows, and replaces hosts that hang."""
         stalled, self._checked_ns = now_ns - self._checked_ns > STALLED_NS, now_ns
+        late = set() if stalled else self._engines.keeper.traffic.overdue(now_ns)
         for member in self._members.values():
             device, link = member.device, member.link
+            if device.name in late and isinstance(link, HostLink):
+                member.watch.hung = "a copy of pages did not end"
+                link.kill()
             if stalled:  # this process did not run, or no run was open: what the hosts said may lie unread
                 device.last_report_ns, member.watch = now_ns, Watchdog()
             if isinstance(link, HostLink) and member.watch.is_hung(device, link, self._engines, now_ns):

@@ -162,6 +162,7 @@ class Owner:
                 self.after(run.ticket, lambda d=device, m=message: self._send_gated(d, m))  # type: ignore[misc]
         for task in commands.stop:
             fleet.stop(task)
+        fleet.start_wanted()
 
     def _send_gated(self, device: str, message: tuple[object, ...]) -> None:
         """Sends a launch whose Started is on disk now, unless the device has had another life meanwhile."""
