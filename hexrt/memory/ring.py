@@ -93,7 +93,9 @@ class RingWriter(RingEnd):
         self._released = self._words[RELEASED]
         self._serial = self._words[COMMITTED]
         self._take_over()
-        self._free = [slot for slot in range(self._slots - 1, -1, -1) if slot not in self._held]  # a stack
+        self._free = list(range(self._slots - 1, -1, -1))  # a stack
+        if self._held:
+            self._free = [slot for slot in self._free if slot not in self._held]
 
     def _take_over(self) -> None:
         words = self._words
