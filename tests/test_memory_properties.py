@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,9 +23,14 @@ from hexrt.memory import plan
 from hexrt.memory.frames import GRANULE
 from hexrt.memory.pool import NEVER, Level, Lru, NextUse
 from tests.memory_model import Model
+from tests.seeds import seeds
 
 INDEX = st.integers(0, 1 << 16)
 LEVELS = st.sampled_from([0, 1, 2])
+
+
+class NothingToDo(Exception):
+    """A walk asked to end a move, and none is open."""
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -132,6 +139,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(has_moves)
     @rule(index=INDEX, faults=st.integers(0, 15), bad_source=st.booleans(), aborted=st.booleans())
     def end(self, index: int, faults: int, bad_source: bool, aborted: bool) -> None:
+        if not self.model.moves:
+            raise NothingToDo
         number = sorted(self.model.moves)[index % len(self.model.moves)]
         hops = self.model.moves[number].move.hops
         bad = frozenset(hop.page for i, hop in enumerate(hops) if faults >> i & 1 and faults != 15)
@@ -212,6 +221,51 @@ class PoolMachine(RuleBasedStateMachine):
         model.pool.check_integrity()
         for tier in model.pool.tiers:
             assert tier.space.free_bytes == tier.space.total_bytes and tier.pages == 0
+
+
+def walk(seed: int, steps: int) -> None:
+    """The same rules, drawn so that tiers fill up, moves stay open for a while, and pages are written to under them."""
+    chance = random.Random(seed)
+    machine = PoolMachine()
+    machine.start(next_use=bool(seed % 2))
+
+    def flip() -> bool:
+        return chance.random() < 0.5
+
+    def index() -> int:
+        return chance.randrange(1 << 16)
+
+    def count(what: str) -> Callable[[], None]:
+        return lambda: machine.count(index=index(), what=what, count=chance.randint(1, 6))
+
+    actions: dict[Callable[[], None], int] = {
+        lambda: machine.create(cls=chance.randrange(4), count=chance.randint(1, 5), span=chance.randint(1, 5), pinned=flip()): 10,
+        lambda: machine.adopt(span=chance.randint(1, 5), late=flip()): 2,
+        lambda: machine.cow(index=index(), late=flip()): 3,
+        count("share"): 1, count("release"): 4, count("pin"): 6, count("unpin"): 8, count("write"): 8, count("touch"): 4,
+        lambda: machine.set_next_use(index=index(), steps=chance.choice([None, NEVER, 0, 3, 20, 150])): 3,
+        lambda: machine.begin(index=index(), level=chance.randrange(3), count=chance.randint(1, 4), late=flip()): 14,
+        lambda: machine.end(index=index(), faults=chance.choice([0, 0, 0, 1, 2, 15]), bad_source=flip(), aborted=chance.random() < 0.2): 12,
+        lambda: machine.evict(index=index(), tier=chance.randrange(4), dirty=chance.random() < 0.2): 5,
+        lambda: machine.end_all(): 1,
+        lambda: machine.make_room(tier=chance.randrange(4), cls=chance.randrange(4), count=chance.randint(4, 24), span=chance.randint(1, 4)): 8,
+        lambda: machine.defragment(tier=chance.randrange(4), granules=chance.randint(1, 12)): 5,
+        lambda: machine.write_back(tier=chance.randrange(3), granules=chance.randint(1, 12)): 3,
+        lambda: machine.prefetch(index=index(), count=30, level=chance.randrange(2), granules=chance.randint(1, 12)): 3,
+        lambda: machine.tier_lost(tier=chance.randrange(101)): 2,
+    }  # fmt: skip
+    for action in chance.choices(list(actions), list(actions.values()), k=steps):
+        try:
+            action() if machine.model.pages else next(iter(actions))()
+        except NothingToDo:
+            continue
+        machine.everything_agrees()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("seed", seeds(12, 1500))
+def test_full_tiers_and_open_moves_agree_with_the_model(seed: int) -> None:
+    walk(seed, 150)
 
 
 def run(examples: int, steps: int) -> None:

@@ -7,7 +7,7 @@ nothing. Pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import merge
 
 from hexrt.errors import InvariantViolation
@@ -151,6 +151,25 @@ class Copies:
             columns.to(page, state)
         free = (copies & ~top if copies & top else 0) if columns.pins[page] else copies
         relink(record.orders, page, free, 2 * columns.bucket[page] + (not copies & (copies - 1)), fresh)
+
+    def _check_alike(self, pages: Sequence[Page], cls: int, source: int, level: Level) -> None:
+        for page in pages:
+            if self._source(page, level) != source or (source != level and self.columns.cls[page] != cls):
+                raise InvariantViolation(f"in one move with {self.story(pages[0])}: {self.story(page)}")
+        if len(set(pages)) != len(pages):
+            raise InvariantViolation(f"twice in one move: some of {list(pages)}")
+
+    def _source(self, page: Page, level: int) -> int:
+        columns = self.columns
+        record, copies = self.classes[self._cls(page)], columns.copies[page]
+        if record.tiers[level] < 0 or not copies or columns.moves[page]:
+            raise InvariantViolation(f"cannot be moved to {Level(level).name}: {self.story(page)}")
+        if copies >> level & 1:
+            if columns.pins[page]:
+                raise InvariantViolation(f"pinned and relocated: {self.story(page)}")
+            return int(level)
+        above = copies & ((1 << level) - 1)
+        return above.bit_length() - 1 if above else (copies & -copies).bit_length() - 1
 
     # --- asking -----------------------------------------------------------------------------------------------------
 

@@ -210,25 +210,6 @@ class PagePool(Copies):
             columns.to(page, state)
         return self._open(hops, level)
 
-    def _check_alike(self, pages: Sequence[Page], cls: int, source: int, level: Level) -> None:
-        for page in pages:
-            if self._source(page, level) != source or (source != level and self.columns.cls[page] != cls):
-                raise InvariantViolation(f"in one move with {self.story(pages[0])}: {self.story(page)}")
-        if len(set(pages)) != len(pages):
-            raise InvariantViolation(f"twice in one move: some of {list(pages)}")
-
-    def _source(self, page: Page, level: int) -> int:
-        columns = self.columns
-        record, copies = self.classes[self._cls(page)], columns.copies[page]
-        if record.tiers[level] < 0 or not copies or columns.moves[page]:
-            raise InvariantViolation(f"cannot be moved to {Level(level).name}: {self.story(page)}")
-        if copies >> level & 1:
-            if columns.pins[page]:
-                raise InvariantViolation(f"pinned and relocated: {self.story(page)}")
-            return int(level)
-        above = copies & ((1 << level) - 1)
-        return above.bit_length() - 1 if above else (copies & -copies).bit_length() - 1
-
     def _passage(self, record: PageClass, pages: Sequence[Page], source: int, level: int) -> tuple[Hop, ...]:
         """Hops in order of their source, to frames in the same order, so that they make few copies."""
         span, place, size = self.columns.span, self.columns.frames[source], record.page_bytes
@@ -375,7 +356,8 @@ class PagePool(Copies):
             record = self.classes[columns.cls[page]]
             if record.tiers[level] == tier:
                 self._drop_copy(record, page, level)
-                self._settle(record, page)
+                if not columns.moves[page]:
+                    self._settle(record, page)
                 if not columns.copies[page]:
                     lost.append(page)
         return lost
