@@ -17,10 +17,14 @@ import pytest
 from hexrt.errors import NotFound
 from hexrt.llm.batch import Emitted, Ended, Engine, Outcome, Refused, SequenceRequest
 from hexrt.llm.convert import convert_gguf, packaged
+from hexrt.memory.keeper import Keeper
+from hexrt.memory.lru import Lru
+from hexrt.memory.pool import PagePool
 from hexrt.protocol.framing import HEADER, FrameSplitter
 from hexrt.protocol.host import (
     VERSION,
     Chunked,
+    Copied,
     FromHost,
     Hello,
     HostFailed,
@@ -30,9 +34,10 @@ from hexrt.protocol.host import (
     Sampling,
     ToHost,
 )
+from hexrt.scheduling.links import Links
 
 MODELS = Path(__file__).resolve().parent.parent / ".models"
-NAME = "smollm2-135m"
+NAME, DEVICE_NAME = "smollm2-135m", "cpu:0"
 ARENA_BYTES = 192 << 20
 
 
@@ -105,27 +110,39 @@ class HostProcess:
 
 
 class Service:
-    """A host and a batcher for the demo's model. Without `frames` the batcher has all of the host's."""
+    """A host and a batcher for the demo's model over an arena of the host's size, or of `frames` pages."""
 
     def __init__(self, host: HostProcess, facts: dict[str, Any], frames: int = 0, budget: int = 512, passes: int = 4) -> None:  # fmt: skip
         self.host = host
-        self.engine = Engine(NAME, frames or facts["frames"], 16, facts["context_tokens"], budget, passes)
+        self.ready, self.next_command = True, host.command  # what a keeper asks of a device
+        size = facts["page_bytes"]
+        self.keeper = Keeper(PagePool(Lru()), Links())
+        self.keeper.add_device(DEVICE_NAME, (frames or facts["frames"]) * size)
+        self.engine = Engine(NAME, DEVICE_NAME, self.keeper, size, 16, facts["context_tokens"], budget, passes)
+        self.keeper.when_freed.append(self.engine.frames_freed)
         self.outcomes: list[Outcome] = []
-        self._owed = 0
+        self._copies = 0  # on their way
 
     def turn(self) -> list[Outcome]:
-        """Sends what the batcher decides and takes in one frame of reports."""
+        """Sends what the batcher and the keeper decide and takes in one frame of reports."""
         messages = self.engine.decide(0, self.host.command)
-        self.host.send(messages)
-        if not self.engine._flights:
+        copies: dict[str, list[ToHost]] = {}
+        self.keeper.decide(0, {DEVICE_NAME: self}, copies)
+        self._copies += len(copies.get(DEVICE_NAME, []))
+        self.host.send([*copies.get(DEVICE_NAME, []), *messages])
+        if not self.engine._flights and not self._copies:
             return []
         new: list[Outcome] = []
         for report in self.host.receive():
             if isinstance(report, Chunked):
                 new += self.engine.chunked(report, 0)
+            elif isinstance(report, Copied):
+                self._copies -= 1
+                self.keeper.copied(DEVICE_NAME, report)
             elif isinstance(report, HostFailed):
                 new += self.engine.chunk_failed(report.command, report.error)
         self.engine.check_integrity()
+        self.keeper.check_integrity()
         self.outcomes += new
         return new
 
