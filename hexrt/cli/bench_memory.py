@@ -29,7 +29,7 @@ def measure(path: str, size_mib: int = SIZE_MIB, fault_pages: tuple[int, ...] = 
     yield from guarded("device and host", lambda: bench_copies.measure(size, PAGE_BYTES), _at_least)
     yield from guarded("host and NVMe", lambda: bench_disk.measure(path, size, PAGE_BYTES), _at_least)
     yield from faults(fault_pages)
-    rounds = min(bench_ring.ROUNDS, max(3, size_mib // 4))
+    rounds = min(bench_ring.ROUNDS, max(2, size_mib // 16))
     yield from guarded("ring", lambda: bench_ring.measure(rounds=rounds), ring_asked)
 
 

@@ -4,7 +4,8 @@ A tensor: the producer fills a slot by one copy from memory of its own; the cons
 or sums up every byte in place, or copies all out as well. A round ends when all is given back. The limit is the producer's copy alone, of
 the same bytes from the same sources to as many places as the ring had used. The tensors of a round are different memory, too much for a
 cache, except where it says "cached": there they are one. A message: there and back, halved; beside it the same over a socketpair. Rounds
-alternate. Where there are two cores each process has one of them. Owns the processes that it starts, which are this module again.
+alternate. Messages have a core for each process where there are two: else the scheduler may keep both on one, which it only finds out by
+load. Owns the processes that it starts, which are this module again.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from hexrt.memory.ring import Ring, RingReader, RingWriter, wake_fd
 
 TENSOR_BYTES, MESSAGE_BYTES = 1 << 20, 64
 MOST = 4
-TENSORS, MESSAGES, ROUNDS = 25, 100, 60
+TENSORS, DIFFERENT, MESSAGES, ROUNDS = 100, 32, 400, 15
 WAIT_S = 10.0
 """Without a sign of the other process for so long, either gives up: the other is gone."""
 STREAMS = (
-    ("take", TENSORS, "in place"),
+    ("take", DIFFERENT, "in place"),
     ("take", 1, "in place, cached"),
-    ("read", TENSORS, "summed up"),
-    ("copy", TENSORS, "copied out"),
+    ("read", DIFFERENT, "summed up"),
+    ("copy", DIFFERENT, "copied out"),
 )
 """What the consumer does, how many different tensors there are, and how the row names both."""
 
@@ -42,13 +43,7 @@ Fds = tuple[int, int, int]
 
 def measure(tensors: int = TENSORS, messages: int = MESSAGES, rounds: int = ROUNDS) -> list[Row]:
     """Rows of `hexrt bench`: MB/s of 1 MiB tensors for each kind of consumer, and microseconds of a 64-byte message one way."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[0]})
-    try:
-        rows = [_stream(cores[-1], *stream, tensors, rounds) for stream in STREAMS]
-        return [*rows, _messages(cores[-1], messages, rounds)]
-    finally:
-        os.sched_setaffinity(0, cores)
+    return [*(_stream(*stream, tensors, rounds) for stream in STREAMS), _messages(messages, rounds)]
 
 
 @contextmanager
@@ -64,10 +59,10 @@ def _ring(size: int) -> Iterator[Fds]:
 
 
 @contextmanager
-def _peer(role: str, core: int, *fds: int) -> Iterator[None]:
-    """The other process, on a core of its own where there are two; it is gone in the end."""
+def _peer(role: str, *fds: int) -> Iterator[None]:
+    """The other process, on any core that this one may use; it is gone in the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "hexrt.cli.bench_ring", role, str(core), *map(str, fds)],
+        [sys.executable, "-m", "hexrt.cli.bench_ring", role, *map(str, fds)],
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         process_group=0,  # Ctrl-C is the command's, which ends this process
@@ -82,13 +77,13 @@ def _peer(role: str, core: int, *fds: int) -> Iterator[None]:
 # --- tensors ------------------------------------------------------------------------------------------------------
 
 
-def _stream(core: int, role: str, different: int, name: str, tensors: int, rounds: int) -> Row:
+def _stream(role: str, different: int, name: str, tensors: int, rounds: int) -> Row:
     made = [memoryview(bytearray([number % 256]) * TENSOR_BYTES) for number in range(min(different, tensors))]
     sources = [made[number % len(made)] for number in range(tensors)]
     ours, plain = [], []
     with _ring(MOST * TENSOR_BYTES) as fds:
         writer = RingWriter(*fds)
-        with _peer(role, core, *fds):
+        with _peer(role, *fds):
             places = _produce(writer, sources)[1]  # takes the memory
             private = memoryview(bytearray(places * TENSOR_BYTES))
             for _ in range(rounds):
@@ -138,19 +133,25 @@ def _consume(role: str, fds: Fds) -> None:
 # --- messages -----------------------------------------------------------------------------------------------------
 
 
-def _messages(core: int, messages: int, rounds: int) -> Row:
+def _messages(messages: int, rounds: int) -> Row:
     ours: list[float] = []
     plain: list[float] = []
     here, there = socket.socketpair()
+    cores = sorted(os.sched_getaffinity(0))
     with here, there, _ring(4096) as out, _ring(4096) as back:
+        here.settimeout(WAIT_S)
         writer, reader = RingWriter(*out), RingReader(*back)
-        with _peer("echo", core, *out, *back), _peer("socket", core, there.fileno()):
-            here.settimeout(WAIT_S)
-            for attempt in range(rounds + 1):
-                took = _ask_socket(here, messages), _ask_ring(writer, reader, messages)
-                if attempt:
-                    plain += took[0]
-                    ours += took[1]
+        try:
+            os.sched_setaffinity(0, {cores[-1]})
+            with _peer("echo", *out, *back), _peer("socket", there.fileno()):
+                os.sched_setaffinity(0, {cores[0]})
+                for attempt in range(rounds + 1):
+                    took = _ask_socket(here, messages), _ask_ring(writer, reader, messages)
+                    if attempt:
+                        plain += took[0]
+                        ours += took[1]
+        finally:
+            os.sched_setaffinity(0, cores)
         writer.close()
         reader.close()
     value, limit = statistics.median(ours), statistics.median(plain)
@@ -213,8 +214,7 @@ def _echo_socket(fd: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """The processes that this module starts of itself."""
-    role, core, *rest = arguments
-    os.sched_setaffinity(0, {int(core)})
+    role, *rest = arguments
     fds = list(map(int, rest))
     if role == "echo":
         _echo((fds[0], fds[1], fds[2]), (fds[3], fds[4], fds[5]))
