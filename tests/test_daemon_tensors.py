@@ -32,6 +32,12 @@ def doubled(*arrays: Any) -> Workflow:
     return builder.build()
 
 
+def settle(client: Client) -> None:
+    """Until every device host is there, and with it the descriptors that the daemon keeps for it."""
+    while any(device.state == "starting" for device in client.devices()):
+        client.statistics()
+
+
 def files(daemon: Running) -> int:
     assert daemon.process is not None
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
@@ -40,6 +46,7 @@ def files(daemon: Running) -> int:
 def test_arrays_go_through_a_daemon_and_its_workers_in_every_durability(tmp_path: Path) -> None:
     plain = np.arange(100_000, dtype=np.float32).reshape(100, 1000)
     with Running(tmp_path) as daemon, daemon.client() as client:
+        settle(client)
         counts = []
         for _ in range(4):
             for durability in Durability:
@@ -121,4 +128,6 @@ def test_a_workflow_that_names_other_tensors_than_came_is_refused(value: Any, si
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with Running(tmp_path_factory.mktemp("d")) as running:
+        with running.client() as client:
+            settle(client)
         yield running

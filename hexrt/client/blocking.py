@@ -17,7 +17,7 @@ from hexrt.client import calls
 from hexrt.client.calls import Call, Outcome, Run
 from hexrt.core import Durability, RunId, RunState
 from hexrt.errors import Disconnected, from_record
-from hexrt.memory.passed import receive, rights
+from hexrt.memory.rights import receive, rights
 from hexrt.paths import client_socket
 from hexrt.protocol import messages as m
 from hexrt.workflow.model import Workflow

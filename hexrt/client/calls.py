@@ -20,7 +20,7 @@ from hexrt import values
 from hexrt.client.tensors import Gathered, Received
 from hexrt.core import Durability, RunId, RunState
 from hexrt.errors import BadRequest, Disconnected, ErrorRecord, InvariantViolation, TaskFailed, from_record
-from hexrt.memory.passed import close_all
+from hexrt.memory.rights import close_all
 from hexrt.protocol import messages as m
 from hexrt.protocol.framing import FrameSplitter, frame
 from hexrt.workflow.model import Workflow

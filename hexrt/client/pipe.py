@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from hexrt.memory.passed import close_all, receive, rights
+from hexrt.memory.rights import close_all, receive, rights
 
 READ_BYTES = 1 << 16
 MANY_BYTES = 1 << 16

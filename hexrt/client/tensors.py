@@ -1,7 +1,7 @@
 """Tensors on their way to the daemon and back: one memfd a message, whose bytes nobody copies through the socket.
 
 Owns the gathering of a workflow's large arrays, `SharedArray`, and the mapping of what a result brought. Used by both faces of the client.
-NumPy is imported only where there is an array.
+NumPy and what maps memory are imported only where there is an array.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import msgspec
 
 from hexrt import values
 from hexrt.errors import BadRequest, Disconnected, OutOfMemory
-from hexrt.memory.arena import F_ADD_SEALS, OFFSET_BYTES, SEALS, map_fd, sealed_copy
 from hexrt.protocol.messages import MOST_TENSORS, Tensor
+
+ALIGN_BYTES = 64  # of what is put behind a SharedArray
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SharedArray:
@@ -108,7 +110,7 @@ class SharedArray:
         try:
             end = os.fstat(self._fd).st_size
             for content in contents:
-                end += -end % OFFSET_BYTES
+                end += -end % ALIGN_BYTES
                 offsets.append(end)
                 while content:
                     done = os.pwrite(self._fd, content, end)
@@ -134,7 +136,7 @@ class SharedArray:
         if not self.sealed:
             self.let_go()
             try:
-                fcntl.fcntl(self._fd, F_ADD_SEALS, sum(SEALS.values()))
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     raise
@@ -195,6 +197,8 @@ class Gathered:
         others = [a for a in arrays if a is not host]
         contents = [_content(a) for a in others]
         if host is None:
+            from hexrt.memory.arena import sealed_copy
+
             fd, offsets = sealed_copy(contents)
         else:
             offsets = host.append(contents)
@@ -217,6 +221,8 @@ class Received:
 
     def __init__(self, fd: int, tensors: Sequence[Tensor]) -> None:
         """Takes over `fd`. Raises Disconnected where it is not what a daemon sends, OutOfMemory."""
+        from hexrt.memory.arena import map_fd
+
         try:
             size = max(tensor.offset + tensor.bytes for tensor in tensors)
             self._view = map_fd(fd, size, False)

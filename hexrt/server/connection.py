@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from hexrt.errors import BadRequest
-from hexrt.memory.passed import ANCILLARY_BYTES, CLOEXEC, TRUNCATED, close_all, received_fds, rights
+from hexrt.memory.rights import ANCILLARY_BYTES, CLOEXEC, TRUNCATED, close_all, received_fds, rights
 from hexrt.protocol.framing import HEADER, FrameSplitter
 from hexrt.protocol.messages import FromDaemon, Refused
 from hexrt.server.drained import Drained, unread_bytes
