@@ -28,6 +28,8 @@ INLINE_BYTES = 4096
 """Arrays of more bytes than this become descriptors where the encoder is given a place for them."""
 MARK = b"\x02\x93"
 """Bytes that every value with a descriptor in it contains (the code, and an array of three): without them there is none."""
+NAMING = 10
+"""No value of so few bytes has one."""
 _mark = re.compile(re.escape(MARK))
 
 _ITEM_BYTES = {
@@ -166,6 +168,11 @@ def decode(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview] | None
     if tensors is None:
         return _decoder.decode(raw)
     return msgspec.msgpack.Decoder(ext_hook=partial(_decode_hook, tensors=tensors)).decode(raw)
+
+
+def names_any(raw: bytes | msgspec.Raw) -> bool:
+    """Whether the value may have a descriptor in it; no for most that have none."""
+    return _mark.search(raw) is not None
 
 
 def described(raw: bytes | msgspec.Raw) -> dict[int, int]:

@@ -78,7 +78,7 @@ class Hosts:
         report = await self.reports[program].get()
         assert isinstance(report, HostFinished), report
         self.received_bytes += len(msgspec.msgpack.encode(report))
-        self.tensors.accept(link, self.run, bytes(report.output), report.tensors)
+        self.tensors.accept(link, self.run, report.output, report.tensors)
         return report.output.copy()
 
     def close(self) -> None:

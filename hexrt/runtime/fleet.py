@@ -29,7 +29,7 @@ from hexrt.runtime.entities import Task
 from hexrt.runtime.retries import DROPPED, NOT_BEGUN
 from hexrt.runtime.tensors import Tensors
 from hexrt.runtime.watchdog import STALLED_NS, Watchdog
-from hexrt.values import MARK
+from hexrt.values import NAMING, names_any
 
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
@@ -233,17 +233,17 @@ class Fleet:
         device.done += 1
         if task.learn is not None:
             task.learn(report.end_ns - report.start_ns)
-        output = bytes(report.output)
-        if (report.tensors or MARK in output or task.tensors) and not self._take_tensors(member, task, report, output):
+        output = report.output.copy()
+        if (report.tensors or task.tensors or (len(output) > NAMING and names_any(output))) and not self._take_tensors(member, task, report, output):  # fmt: skip
             return
         self._post(
             Finished(
                 task.run.id, task.step.node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns,
-                msgspec.Raw(output),
+                output,
             )
         )  # fmt: skip
 
-    def _take_tensors(self, member: Member, task: Task, report: HostFinished, output: bytes) -> bool:
+    def _take_tensors(self, member: Member, task: Task, report: HostFinished, output: msgspec.Raw) -> bool:
         """Takes over what the output names; what was sent ahead to the same worker reads it there. False where the task failed of it."""
         device, link = member.device, member.link if isinstance(member.link, HostLink) else None
         try:

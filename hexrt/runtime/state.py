@@ -217,7 +217,7 @@ class RunTable:
             self._maybe_end(run, event.end_ns)
             return
         output = event.output
-        size = self.holding.hold(run, output)
+        size = self.holding.hold(run, output) if run.tensors else len(output)
         run.held_bytes += size
         if run.held_bytes > run.charged_bytes:
             self.holding.charge(run, node.id, size, event.end_ns)

@@ -111,7 +111,9 @@ class Tensors:
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
-    def accept(self, link: HostLink | None, run: Run, output: bytes, made: tuple[Made, ...]) -> tuple[Tensor, ...]:
+    def accept(
+        self, link: HostLink | None, run: Run, output: msgspec.Raw, made: tuple[Made, ...]
+    ) -> tuple[Tensor, ...]:
         """Takes over the tensors of a report, which the run has from now on; they are kept until the end of the turn at least.
 
         Raises TaskFailed, everything given back, where the report does not fit what its output names.
