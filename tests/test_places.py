@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hexrt.devices.places import Places, anonymous
-from hexrt.errors import InvariantViolation, NotFound, OutOfMemory
+from hexrt.errors import BadRequest, InvariantViolation, NotFound, OutOfMemory
 from hexrt.protocol.host import DEVICE, FIRST_SEGMENT, HOST, Map
 
 PAGE = mmap.PAGESIZE
@@ -85,6 +86,25 @@ def test_a_file_shorter_than_it_is_said_to_be_is_refused_and_closed() -> None:
         places.map(Map(HOST, 0), memfd(PAGE))
     assert HOST not in places
     assert open_fds() == before
+
+
+def test_what_may_lie_in_huge_pages_begins_at_a_multiple_of_their_size() -> None:
+    places, size = Places(), 2 << 20
+    for number in range(4):  # an odd page between them, so that chance does not align them
+        places.map(Map(FIRST_SEGMENT + 2 * number, PAGE), memfd(PAGE))
+        places.map(Map(FIRST_SEGMENT + 2 * number + 1, size, writable=number % 2 == 0), memfd(size, b"begin"))
+        at = places.get(FIRST_SEGMENT + 2 * number + 1)
+        assert at.address % size == 0
+        assert ctypes.string_at(at.address, 5) == bytes(at.memory[:5]) == b"begin"
+
+
+def test_memory_opened_for_reading_alone_is_not_mapped_for_writing() -> None:
+    places, writable = Places(), memfd(PAGE)
+    before = open_fds()
+    with pytest.raises(BadRequest, match="opened for reading alone"):
+        places.map(Map(HOST, PAGE, writable=True), os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC))
+    assert HOST not in places and open_fds() == before
+    os.close(writable)
 
 
 def test_a_view_outlives_the_unmapping_of_its_place() -> None:

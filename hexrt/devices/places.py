@@ -13,10 +13,10 @@ import os
 from dataclasses import dataclass
 
 from hexrt.errors import InvariantViolation, NotFound, OutOfMemory
+from hexrt.memory.arena import map_at
 from hexrt.protocol.host import Map
 
-MAP_FIXED = 0x10
-MAP_NORESERVE = 0x4000  # the area is put over by the file's mapping, so nothing need be set aside for it
+MAP_NORESERVE = 0x4000  # nothing is set aside for what may never be touched
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,25 @@ class Places:
         return place in self._places
 
     def map(self, message: Map, fd: int) -> None:
-        """Maps the file behind `fd`, which is closed in any case, in place of what was there. Raises InvariantViolation where it is too short."""
+        """Maps the file behind `fd`, which is closed in any case, in place of what was there.
+
+        Raises InvariantViolation where it is too short, BadRequest where it was opened for less, OutOfMemory.
+        """
         try:
             if message.bytes < 1 or os.fstat(fd).st_size < message.bytes:
                 raise InvariantViolation(
                     f"place {message.place} is said to have {message.bytes} bytes, its file has {os.fstat(fd).st_size}"
                 )
-            memory = map_file(fd, message.bytes, message.writable)
+            memory, address = map_at(fd, message.bytes, message.writable)
         finally:
             os.close(fd)
-        self._put(message.place, memory, message.writable)
+        self._places[message.place] = Mapped(memory, address, message.bytes, message.writable)
         if message.ring:
             self.own_ring = message.place
 
     def add(self, place: int, memory: mmap.mmap) -> None:
         """Makes memory of this process's own a place."""
-        self._put(place, memory, True)
+        self._places[place] = Mapped(memoryview(memory), address_of(memory), len(memory), True)
 
     def unmap(self, place: int) -> None:
         """Forgets a place; views that are still out stay good. Raises NotFound."""
@@ -92,11 +95,6 @@ class Places:
         """Its bytes. Raises NotFound."""
         return self.get(place).bytes
 
-    def _put(self, place: int, memory: mmap.mmap, writable: bool) -> None:
-        view = memoryview(memory)
-        view = view if writable else view.toreadonly()
-        self._places[place] = Mapped(view, address_of(memory), len(view), writable)
-
 
 def _check(mapped: Mapped, place: int, offset: int, end: int) -> None:
     if not 0 <= offset <= end <= mapped.bytes:
@@ -113,34 +111,8 @@ def anonymous(size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except (OSError, ValueError, OverflowError) as error:
         raise OutOfMemory(f"{size} bytes of memory are not to be had: {error}") from error
-    _advise(memory)
-    return memory
-
-
-def map_file(fd: int, size: int, writable: bool) -> mmap.mmap:
-    """The first `size` bytes of a file, shared; unmapped when the last reference is gone. Raises OutOfMemory.
-
-    Python's own mapping of a file keeps a duplicate of the descriptor for as long as it lives. So an empty area of its size is taken,
-    which Python owns, and the file is mapped over that.
-    """
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    except (OSError, ValueError, OverflowError) as error:
-        raise OutOfMemory(f"{size} bytes cannot be mapped: {error}") from error
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    address = address_of(memory)
-    found = libc.mmap(address, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
-    if found != address:
-        raise OutOfMemory(f"{size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
-    _advise(memory)
-    return memory
-
-
-def _advise(memory: mmap.mmap) -> None:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without huge pages
         pass
+    return memory

@@ -131,38 +131,50 @@ def read_only(fd: int) -> int:
 def map_fd(fd: int, size: int, writable: bool) -> memoryview:
     """The first `size` bytes of a file as one view, read-only unless `writable`; unmapped when the last view is gone.
 
-    The descriptor may be closed at once: Python's own mapping would keep a duplicate of it open. So an empty area is taken, which Python
-    owns, and the file is mapped over it, at a multiple of 2 MiB, which huge pages need. Raises BadRequest where the file is
-    shorter or was opened for less, OutOfMemory.
+    The descriptor may be closed at once. Raises BadRequest where the file is shorter or was opened for less, OutOfMemory.
+    """
+    return map_at(fd, size, writable)[0]
+
+
+def map_at(fd: int, size: int, writable: bool) -> tuple[memoryview, int]:
+    """As `map_fd`, and the address of the first byte, which is good as long as a view is left.
+
+    Python's own mapping would keep a duplicate of the descriptor open. So an empty area is taken, which Python owns, and the file is mapped
+    over it; from 2 MiB on at a multiple of that, which huge pages need.
     """
     held = os.fstat(fd).st_size
     if not 0 < size <= held:
         raise BadRequest(f"{size} bytes are to be mapped of a file of {held}")
+    room = size + HUGE_BYTES if size >= HUGE_BYTES else size
     try:
-        area = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        area = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except (OSError, ValueError, OverflowError) as error:
         raise OutOfMemory(f"{size} bytes cannot be mapped: {error}") from error
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    skip = -start % HUGE_BYTES
-    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    mapped = libc.mmap(start + skip, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
-    if mapped != start + skip and ctypes.get_errno() == errno.EPERM and not writable:
-        # Linux before 6.7 takes any shared mapping for one that might be written, and refuses it of a sealed memfd.
-        mapped = libc.mmap(start + skip, size, protection, mmap.MAP_PRIVATE | MAP_FIXED, fd, 0)
-    if mapped != start + skip:
-        if ctypes.get_errno() == errno.EACCES:
-            raise BadRequest("a file that was opened for reading alone cannot be mapped for writing")
-        raise OutOfMemory(f"{size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    skip = -start % HUGE_BYTES if room > size else 0
+    _map_over(start + skip, fd, size, writable)
     if size >= HUGE_BYTES:
         try:
             area.madvise(mmap.MADV_HUGEPAGE, skip, size)
         except OSError:  # a kernel without them, or a file that has none
             pass
     view = memoryview(area)[skip : skip + size]
-    return view if writable else view.toreadonly()
+    return (view if writable else view.toreadonly()), start + skip
+
+
+def _map_over(address: int, fd: int, size: int, writable: bool) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    mapped = libc.mmap(address, size, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
+    if mapped != address and ctypes.get_errno() == errno.EPERM and not writable:
+        # Linux before 6.7 takes any shared mapping for one that might be written, and refuses it of a sealed memfd.
+        mapped = libc.mmap(address, size, protection, mmap.MAP_PRIVATE | MAP_FIXED, fd, 0)
+    if mapped != address:
+        if ctypes.get_errno() == errno.EACCES:
+            raise BadRequest("a file that was opened for reading alone cannot be mapped for writing")
+        raise OutOfMemory(f"{size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
 
 
 # --- memory of a client's, and for a client ---------------------------------------------------------------------------
