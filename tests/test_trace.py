@@ -109,6 +109,21 @@ def test_durations_nesting_and_args_come_back_as_the_timeline_has_them(open_trac
     ]
 
 
+def test_pages_brought_up_for_a_task_are_told_of_that_task_alone(open_trace: Any, tmp_path: Path) -> None:
+    steps = [("gen", "llm.generate"), ("then", "llm.generate")]
+    attempts = [
+        attempt(0, part_name="prefill", device="cpu:0", ready=0, start=1, end=5),
+        attempt(1, part_name="prefill", device="cpu:0", ready=5, start=7, end=9, pages_migrated=3, migration_bytes=3 << 20),
+    ]  # fmt: skip
+    query = open_trace(written(timeline(steps, [(0, 1)], attempts), tmp_path / "moved.pftrace").path)
+    assert query(ERRORS) == []
+    rows = query(
+        "select s.name, extract_arg(s.arg_set_id, 'debug.pages_migrated') as pages,"
+        " extract_arg(s.arg_set_id, 'debug.migration_bytes') as bytes from slice s where s.category = 'running' order by s.ts"
+    )
+    assert [(r["name"], r["pages"], r["bytes"]) for r in rows] == [("gen", None, None), ("then", 3, 3 << 20)]
+
+
 def test_flows_follow_the_edges_of_the_graph(open_trace: Any, tmp_path: Path) -> None:
     summary = written(agent(), tmp_path / "agent.pftrace")
     query = open_trace(summary.path)

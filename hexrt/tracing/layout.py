@@ -175,6 +175,10 @@ def _running_slice(timeline: RunTimeline, attempt: AttemptRecord, label: str) ->
         args.append(("measured_ns", end_ns - attempt.start_ns))
     if attempt.tokens:
         args.append(("tokens", attempt.tokens))
+    if attempt.pages_migrated:
+        args.append(("pages_migrated", attempt.pages_migrated))
+    if attempt.migration_bytes:
+        args.append(("migration_bytes", attempt.migration_bytes))
     return Slice(label, "running", attempt.start_ns, end_ns, tuple(args))
 
 
