@@ -36,7 +36,7 @@ def test_each_row_has_its_value_its_limit_of_the_same_run_and_what_is_asked(tmp_
     for row in rows.values():
         assert row["value"] > 0, row
         assert (row["limit"] is None) == (row["ratio"] is None)
-        assert (row["holds"] is None) == (row["asked"] == "")
+        assert (row["met"] is None) == (row["asked"] == "")
     assert rows["ring, 64 B one way"]["asked"] == "< 10 us"
     assert rows["host to NVMe"]["asked"] == ">= 90%"
     assert list(tmp_path.iterdir()) == []
@@ -47,7 +47,7 @@ def test_what_cannot_be_measured_is_a_row_that_says_why() -> None:
         raise Unavailable("no page file: name a folder that can be written")
 
     (row,) = guarded("host and NVMe", act, lambda row: row)
-    assert (row["name"], row["value"], row["unit"], row["holds"]) == ("host and NVMe", None, "absent", None)
+    assert (row["name"], row["value"], row["unit"], row["met"]) == ("host and NVMe", None, "absent", None)
     assert "name a folder" in row["note"]
 
 
@@ -62,7 +62,7 @@ def test_the_ring_s_measurement_leaves_neither_process_nor_descriptor_and_gives_
 
 def test_the_table_shows_what_is_asked_and_whether_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"name": "ring", "value": 950.0, "unit": "MB/s", "limit": 1000.0, "ratio": 0.95, "asked": ">= 90%"}
-    rows = [row | {"holds": True, "note": "the same"}, row | {"name": "other", "holds": False, "note": "the same"}]
+    rows = [row | {"met": True, "note": "the same"}, row | {"name": "other", "met": False, "note": "the same"}]
     show("memory", {"cores": 2}, rows, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-3:] for line in lines if line.startswith((" ring", " other", "ring  ", "other  "))] == [

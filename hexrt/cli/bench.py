@@ -1,7 +1,7 @@
 """`hexrt bench`: measures hexrt on this machine beside a limit and its peers, all in the same run.
 
 Each command prints one table, or with `--json` one object: {"bench", "machine", "rows": [{"name", "value", "unit", "limit", "ratio"}]}.
-`limit` is what the row is held against, measured in this run; `ratio` is value / limit. Rows of `memory` say more: "asked", "holds". Owns the daemon that it starts.
+`limit` is what the row is held against, measured in this run; `ratio` is value / limit. Rows of `memory` say more: "asked", "met". Owns the daemon that it starts.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def show(name: str, about: dict[str, object], rows: list[Row], as_json: bool) ->
     console.print(f"hexrt bench {name}: " + ", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     asked = any("asked" in each for each in rows)
-    for heading in ("name", "value", "unit", "limit", "ratio", *(("asked", "holds") if asked else ())):
+    for heading in ("name", "value", "unit", "limit", "ratio", *(("asked", "met") if asked else ())):
         table.add_column(heading, justify="right" if heading in ("value", "limit", "ratio") else "left", no_wrap=True)
     for each in rows:
-        more = (each["asked"], {True: "yes", False: "no"}.get(each["holds"], "")) if asked else ()
+        more = (each["asked"], {True: "yes", False: "no"}.get(each["met"], "")) if asked else ()
         table.add_row(
             each["name"], number(each["value"]), each["unit"], number(each["limit"]), number(each["ratio"]), *more
         )

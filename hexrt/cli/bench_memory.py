@@ -1,7 +1,7 @@
 """What `hexrt bench memory` measures: page copies, the page file, the daemon's decisions, and rings, each beside its limit.
 
-A row is {"name", "value", "unit", "limit", "ratio", "asked", "holds"} and, where there is more to say, "note". `limit` was measured in the
-same run; `asked` is what the row is held to, as text, and `holds` says whether it is met (None: nothing was asked). What cannot be
+A row is {"name", "value", "unit", "limit", "ratio", "asked", "met"} and, where there is more to say, "note". `limit` was measured in the
+same run; `asked` is what the row is held to, as text, and `met` whether it is (None: nothing was asked). What cannot be
 measured here is a row without a value that says why. Leaves nothing behind.
 """
 
@@ -44,15 +44,15 @@ def guarded(name: str, act: Callable[[], list[Row]], asked: Callable[[Row], Row]
 
 
 def _nothing_asked(row: Row) -> Row:
-    return row | {"asked": "", "holds": None}
+    return row | {"asked": "", "met": None}
 
 
 def _at_least(row: Row) -> Row:
-    return row | {"asked": f">= {LEAST_RATIO:.0%}", "holds": row["ratio"] >= LEAST_RATIO}
+    return row | {"asked": f">= {LEAST_RATIO:.0%}", "met": row["ratio"] >= LEAST_RATIO}
 
 
 def _below(row: Row, most: float) -> Row:
-    return row | {"asked": f"< {most:g} {row['unit']}", "holds": row["value"] < most}
+    return row | {"asked": f"< {most:g} {row['unit']}", "met": row["value"] < most}
 
 
 def ring_asked(row: Row) -> Row:
@@ -73,7 +73,7 @@ def faults(pages: tuple[int, ...]) -> Iterator[Row]:
         row = _below(row, MOST_FAULT_US)
         if fewest:
             row["asked"] += ", flat"
-            row["holds"] = row["holds"] and row["ratio"] <= FLAT
+            row["met"] = row["met"] and row["ratio"] <= FLAT
         fewest = fewest or cost.us
         yield row
     bytes_row = {
