@@ -85,7 +85,12 @@ def show(name: str, about: dict[str, object], rows: list[Row], as_json: bool) ->
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     asked = any("asked" in each for each in rows)
     for heading in ("name", "value", "unit", "limit", "ratio", *(("asked", "met") if asked else ())):
-        table.add_column(heading, justify="right" if heading in ("value", "limit", "ratio") else "left", no_wrap=True)
+        table.add_column(
+            heading,
+            justify="right" if heading in ("value", "limit", "ratio") else "left",
+            no_wrap=True,
+            min_width=4 if heading in ("met", "unit") else 5,
+        )
     for each in rows:
         more = (each["asked"], {True: "yes", False: "no"}.get(each["met"], "")) if asked else ()
         table.add_row(
