@@ -13,7 +13,7 @@ from heapq import merge
 from hexrt.errors import InvariantViolation
 from hexrt.memory.columns import ABSENT, DEAD, RESIDENT, STATES, Level, Page, PageColumns, PageState
 from hexrt.memory.frames import GRANULE, FrameSpace
-from hexrt.memory.lru import Lru, Policy, relink
+from hexrt.memory.lru import MAX_LISTS, Lru, Policy, relink
 from hexrt.memory.tiers import NO_PAGE, Move, PageClass, Tier
 
 
@@ -195,6 +195,29 @@ class Copies:
                 yield from lists.iterate(numbers[0])
             elif numbers:
                 yield from merge(*map(lists.iterate, numbers), key=lists.stamp)
+
+    def coldest_clean(self, tier: int, cls: int, frames: int) -> list[Page]:
+        """As many of the clean `victims` as hold so many frames, or all; of one class of pages it takes no search."""
+        record = self.tiers[tier]
+        users = record.users[self.classes[cls].frame_classes[record.level]]
+        found: list[Page] = []
+        span = self.columns.span
+        if len(users) > 1:
+            pages = self.victims(tier, cls, dirty=False)
+            while frames > 0 and (page := next(pages, -1)) >= 0:
+                found.append(page)
+                frames -= span[page]
+            return found
+        lists, first = self.columns.lists[record.level], users[0].lists[record.level]
+        for number in range(first, first + 2 * self.policy.buckets, 2):
+            at = lists.next[number]
+            while at != number and frames > 0:
+                found.append(at - MAX_LISTS)
+                frames -= span[at - MAX_LISTS]
+                at = lists.next[at]
+            if frames <= 0:
+                break
+        return found
 
     def coldness(self, page: Page, level: Level) -> tuple[int, int]:
         """Smaller for the page that is rather evicted from the level."""

@@ -114,9 +114,12 @@ def make_room(
             return Room()
         need = span  # frames enough, and no run of them: as many again, the next call goes on
     has_others = space.is_shared(frame_class)
-    room = Room()
-    if not has_others:
-        need = _take_clean(pool, tier, cls, need, room)
+    if has_others:
+        room = Room()
+    else:
+        room = Room(pool.coldest_clean(tier, cls, need))
+        for page in room.drops:
+            need -= pool.columns.span[page]
         if need <= 0:
             return room
     search = _Search(pool, tier, cls, may_discard, admits, need, room)
@@ -126,16 +129,6 @@ def make_room(
     if has_others and search.need > 0:
         _take_extents(search, None)
     return search.room
-
-
-def _take_clean(pool: PagePool, tier: int, cls: int, need: int, room: Room) -> int:
-    """Pages to drop at once; what is needed still."""
-    for page in pool.victims(tier, cls, dirty=False):
-        if need <= 0:
-            break
-        room.drops.append(page)
-        need -= pool.columns.span[page]
-    return need
 
 
 def _take_own(search: _Search) -> None:

@@ -64,6 +64,7 @@ class Extents:
         self._owner = array("i", (-1,)) * self.extents
         self._mask = [0] * self.extents  # the free frames that begin in the extent
         self._held = array("I", (0,)) * self.extents  # frames held that lie in it, wholly or in part
+        self._base = array("Q", (0,)) * self.extents  # of a cut extent: the first frame that begins in it
         self._bucket = array("b", (UNLISTED,)) * self.extents  # its place in `by_run`, or one of the two
         self._longest = array("I", (0,)) * self.extents
         self._free = (1 << self.extents) - 1
@@ -147,6 +148,7 @@ class Extents:
         self._free ^= bits
         c.own |= bits
         self._owner[start:stop] = array("i", (c.number,)) * (stop - start)
+        self._base[start:stop] = array("Q", [self._first(c, extent) for extent in range(start, stop)])
         self._set_free(c, first, end)
         self._hands_changed()
 

@@ -63,7 +63,7 @@ class FrameSpace(Extents):
             extent = self._lowest_extent(c)
             mask = self._mask[extent]
         bit = mask & -mask
-        first = -(-extent * self.extent_bytes // c.bytes) + bit.bit_length() - 1
+        first = self._base[extent] + bit.bit_length() - 1
         if (first + 1) * c.bytes > (extent + 1) * self.extent_bytes:
             self._take(c, first, 1)
             return first
@@ -132,11 +132,18 @@ class FrameSpace(Extents):
 
     def free_run(self, cls: int, first: int, span: int) -> None:
         c, size = self._classes[cls], self.extent_bytes
-        start, end = first * c.bytes, (first + span) * c.bytes
-        low, high = start // size, (end - 1) // size
-        if span == 1 and low == high < self.extents and self._owner[low] == cls and self._held[low] > 1:
-            self._free_one(c, first, low)
-            return
+        low = first * c.bytes // size
+        if span == 1 and low < self.extents and self._held[low] > 1 and self._owner[low] == cls:
+            mask, bit = self._mask[low], 1 << (first - self._base[low])
+            if not mask & bit and (first + 1) * c.bytes <= (low + 1) * size:  # the commonest case, and so written out
+                self._mask[low] = mask | bit
+                self._held[low] -= 1
+                c.held -= 1
+                c.free += 1
+                if low < c.lowest or self._bucket[low] != STALE:
+                    self._touched(c, low)
+                return
+        high = ((first + span) * c.bytes - 1) // size
         self._check_held(c, first, span, low, high)
         c.held -= span
         self._set_free(c, first, first + span)
@@ -149,18 +156,6 @@ class FrameSpace(Extents):
             self._held[extent] -= self._inside(c, extent, first, first + span)
             if not self._held[extent]:
                 self._give_back(c, extent)
-
-    def _free_one(self, c: FrameClass, first: int, extent: int) -> None:
-        """One frame of an extent that stays in use: the commonest case, and so written out."""
-        mask, bit = self._mask[extent], 1 << (first - -(-extent * self.extent_bytes // c.bytes))
-        if mask & bit:
-            raise InvariantViolation(f"frame {first} of {c.bytes} bytes is freed twice")
-        self._mask[extent] = mask | bit
-        self._held[extent] -= 1
-        c.held -= 1
-        c.free += 1
-        if extent < c.lowest or self._bucket[extent] != STALE:
-            self._touched(c, extent)
 
     def _check_held(self, c: FrameClass, first: int, span: int, low: int, high: int) -> None:
         for extent in range(low, high + 1):

@@ -15,7 +15,7 @@ from hexrt.errors import InvariantViolation
 NEVER = 1 << 31
 """Steps until the next use of a page that nobody is going to read again."""
 MAX_LISTS = 4096
-NEAR = 8
+NEAR = 2
 """How far from its ends a list is searched for the place of a page that comes back to it."""
 
 
@@ -154,15 +154,13 @@ class Lists:
         self.clock += 1
         self.stamps[at] = self.clock
         number = self.member[at]
-        if number:
-            following, preceding = self.next, self.previous
+        following, preceding = self.next, self.previous
+        if number and following[at] != number:
             before, after = preceding[at], following[at]
-            following[before] = after
-            preceding[after] = before
+            following[before], preceding[after] = after, before
             last = preceding[number]
             following[last] = preceding[number] = at
-            preceding[at] = last
-            following[at] = number
+            preceding[at], following[at] = last, number
 
     def place(self, number: int, stamp: int) -> int:
         """Before whom a node used at `stamp` belongs."""

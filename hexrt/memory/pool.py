@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 from hexrt.errors import InvariantViolation, OutOfMemory
 from hexrt.memory import audit
-from hexrt.memory.columns import DEAD, LOADING, RESIDENT, STORING, Level, Page, PageState
+from hexrt.memory.columns import ABSENT, DEAD, LOADING, RESIDENT, STORING, Level, Page, PageState
 from hexrt.memory.copies import Copies
 from hexrt.memory.frames import GRANULE
-from hexrt.memory.lru import MAX_LISTS, NEVER, Lru, NextUse, Policy
+from hexrt.memory.lru import MAX_LISTS, NEVER, Lru, NextUse, Policy, relink
 from hexrt.memory.tiers import NO_PAGE, NOWHERE, Hop, Move, PageClass, Tier, TierStatistics
 
 __all__ = [
@@ -148,11 +148,11 @@ class PagePool(Copies):
 
     def touch(self, pages: Iterable[Page]) -> None:
         """Counts a use of each page."""
-        columns = self.columns
+        columns, classes = self.columns, self.classes
         for page in pages:
             copies = columns.copies[page]
-            for level, lists in enumerate(columns.lists):
-                if copies >> level & 1:
+            for bit, _, lists in classes[self._cls(page)].orders:
+                if copies & bit:
                     lists.touch(page)
 
     def set_next_use(self, pages: Iterable[Page], steps: int | None) -> None:
@@ -332,10 +332,11 @@ class PagePool(Copies):
 
     def drop(self, page: Page, level: Level) -> None:
         """Frees the copy at `level` of an evictable page: another copy must be there, or the class be recomputable (the page may be lost then)."""
-        columns, record = self.columns, self.classes[self._cls(page)]
-        if not columns.lists[level].member[page + MAX_LISTS]:
+        columns = self.columns
+        if not 0 <= page < len(columns.cls) or not columns.lists[level].member[page + MAX_LISTS]:
             raise InvariantViolation(f"cannot be evicted from {Level(level).name}: {self.story(page)}")
-        tier, only = self.tiers[record.tiers[level]], columns.copies[page] == 1 << level
+        record, only = self.classes[columns.cls[page]], columns.copies[page] == 1 << level
+        tier = self.tiers[record.tiers[level]]
         if not only:
             tier.evictions += 1
         elif record.recomputable:
@@ -343,7 +344,11 @@ class PagePool(Copies):
         else:
             raise InvariantViolation(f"the last copy cannot be dropped: {self.story(page)}")
         self._drop_copy(record, page, level)
-        self._settle(record, page)
+        if level == record.level:
+            columns.to(page, ABSENT)
+        copies, top = columns.copies[page], 1 << record.level
+        free = copies if not columns.pins[page] else copies & ~top if copies & top else 0
+        relink(record.orders, page, free, 2 * columns.bucket[page] + (not copies & (copies - 1)), 0)
 
     def tier_lost(self, tier: int) -> list[Page]:
         """All copies in the tier are gone, and moves that touch it are aborted; the tier stays. Returns the pages that have no copy any more."""
