@@ -82,8 +82,8 @@ def show(name: str, about: dict[str, object], rows: list[Row], as_json: bool) ->
 
     console = Console(highlight=False)
     console.print(f"hexrt bench {name}: " + ", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     asked = any("asked" in each for each in rows)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0 if asked else 1, 0, 0), pad_edge=False, header_style="bold")
     for heading in ("name", "value", "unit", "limit", "ratio", *(("asked", "met") if asked else ())):
         table.add_column(
             heading,
