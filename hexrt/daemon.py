@@ -73,10 +73,11 @@ class Daemon:
         self._listener = listener
         self.store = Store(directory, self._committed, self._store_failed, self._loop.call_soon_threadsafe)
         self.cost = CostModel()
-        self._saved_cost = self.store.load("cost") or b""
-        self._load_cost()
         self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), config.limits.max_tasks)  # fmt: skip
-        keeper = keeper_of(config.memory, {"cpu:0": config.cpu.arena_mib} if config.cpu.enabled else {})
+        self.keeper = keeper = keeper_of(config.memory, {"cpu:0": config.cpu.arena_mib} if config.cpu.enabled else {})
+        self._saved = {name: self.store.load(name) or b"" for name in ("cost", "links")}
+        self._load_learnt("cost", self.cost.load)
+        self._load_learnt("links", keeper.load_links)
         sources = {name: model_source(self._model_path(m.path), m.dtype) for name, m in self._models().items()}
         engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes)
         self.brain = Brain(self.table, self.cost, engines)
@@ -168,21 +169,24 @@ class Daemon:
         }
         return Hello(VERSION, epoch, device, str(self._directory), self._models_dir(), settings)
 
-    def _save_cost(self) -> None:
+    def _save_learnt(self) -> None:
         """What was learnt since the last time, now and then: a killed daemon loses little of it."""
-        learnt = self.cost.dump()
-        if learnt != self._saved_cost:
-            self._saved_cost = learnt
-            self.store.save("cost", learnt)
-        self._saving = self._loop.call_later(SAVE_S, self._save_cost)
+        for name, learnt in (("cost", self.cost.dump()), ("links", self.keeper.dump_links())):
+            if learnt != self._saved[name]:
+                self._saved[name] = learnt
+                self.store.save(name, learnt)
 
-    def _load_cost(self) -> None:
-        saved = self._saved_cost
+    def _keep_saving(self) -> None:
+        self._save_learnt()
+        self._saving = self._loop.call_later(SAVE_S, self._keep_saving)
+
+    def _load_learnt(self, name: str, load: Callable[[bytes], None]) -> None:
+        saved = self._saved[name]
         if saved:
             try:
-                self.cost.load(saved)
+                load(saved)
             except msgspec.MsgspecError:
-                log.warning("the saved cost model cannot be read; starting without it")
+                log.warning("what was learnt of %s cannot be read; starting without it", name)
 
     # --- while it runs ------------------------------------------------------------------------------------------
 
@@ -197,7 +201,7 @@ class Daemon:
         log.info("ready on %s", self._listener.path or "an inherited socket")
         self.start_hosts()
         self.service.resume()
-        self._save_cost()
+        self._keep_saving()
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
@@ -265,7 +269,7 @@ class Daemon:
         self.arenas.close()
         if self._saving is not None:
             self._saving.cancel()
-            self.store.save("cost", self.cost.dump())
+            self._save_learnt()
         self.store.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -54,14 +56,31 @@ def test_what_is_no_copy_teaches_nothing() -> None:
     assert link.count == 0
 
 
-def test_links_are_kept_over_a_restart() -> None:
-    links, again = Links(), Links()
+NAMES = ("host", "nvme", "cpu:0")
+
+
+def test_links_are_kept_over_a_restart_by_the_names_of_their_tiers() -> None:
+    links, again, smaller = Links(), Links(), Links()
     links.set_measured((0, 1), 2_000, 12.0)
-    links.observe((1, 2), 8 * MIB, 2, 8 * MIB)
+    links.observe((0, 2), 8 * MIB, 2, 8 * MIB)
     links.estimate_ns((2, 1), 1)  # never seen: not kept
-    again.load(links.dump())
+    saved = links.dump(NAMES)
+    again.load(saved, NAMES)
     assert again.estimate_ns((0, 1), MIB) == links.estimate_ns((0, 1), MIB)
-    assert [between for between, _ in again.items()] == [(0, 1), (1, 2)]
-    for data in (b"\xc1", msgspec.msgpack.encode([(0, 1, "", 1.0, 0.0, 3)])):
-        with pytest.raises(msgspec.MsgspecError):
-            again.load(data)
+    assert [between for between, _ in again.items()] == [(0, 1), (0, 2)]
+    smaller.load(saved, ("host", "cpu:0"))  # the NVME tier was switched off
+    assert [between for between, _ in smaller.items()] == [(0, 1)]
+    assert smaller.estimate_ns((0, 1), MIB) == links.estimate_ns((0, 2), MIB)
+    again.set_measured((0, 1), 500, 3.0)  # what a host measures at its start is newer
+    assert again.estimate_ns((0, 1), MIB) == 500 + MIB // 3
+
+
+@pytest.mark.parametrize("row", [(1.0, 0.0, 3), (-1.0, 1.0, 3), (math.nan, 1.0, 3), (1.0, math.inf, 3), (1.0, 1.0, 0)])
+def test_links_that_cannot_be_are_refused_with_nothing_changed(row: tuple[float, float, int]) -> None:
+    links = Links()
+    before = links.estimate_ns((0, 1), MIB)
+    with pytest.raises(msgspec.MsgspecError):
+        links.load(msgspec.msgpack.encode([("host", "nvme", 1.0, 1.0, 1), ("host", "cpu:0", *row)]), NAMES)
+    with pytest.raises(msgspec.MsgspecError):
+        links.load(b"\xc1", NAMES)
+    assert links.estimate_ns((0, 1), MIB) == before

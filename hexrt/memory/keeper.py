@@ -70,6 +70,13 @@ class Keeper:
             for between in ((self._host, self._top[device]), (self._top[device], self._host)):
                 self.links.set_measured(between, measured["latency_ns"], speed)
 
+    def dump_links(self) -> bytes:
+        return self.links.dump([tier.name for tier in self.pool.tiers])
+
+    def load_links(self, data: bytes) -> None:
+        """Once the tiers are there, and before hosts tell what they measured. Raises msgspec.MsgspecError."""
+        self.links.load(data, [tier.name for tier in self.pool.tiers])
+
     # --- what engines ask for ---------------------------------------------------------------------------------------
 
     def attend(self) -> None:

@@ -6,6 +6,9 @@ is passed in; `dump` and `load` carry the estimates over a restart.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import msgspec
 
 PRIOR_LATENCY_NS = 20_000.0
@@ -19,10 +22,7 @@ Between = tuple[int, int]
 
 
 class Link:
-    def __init__(
-        self, name: str = "", latency_ns: float = PRIOR_LATENCY_NS, bytes_per_ns: float = PRIOR_BYTES_PER_NS
-    ) -> None:
-        self.name = name
+    def __init__(self, latency_ns: float = PRIOR_LATENCY_NS, bytes_per_ns: float = PRIOR_BYTES_PER_NS) -> None:
         self.latency_ns = latency_ns
         self.bytes_per_ns = bytes_per_ns
         self.count = 0  # copies observed
@@ -69,7 +69,7 @@ class Links:
     def link(self, between: Between) -> Link:
         found = self._links.get(between)
         if found is None:
-            found = self._links[between] = Link(f"{between[0]} to {between[1]}")
+            found = self._links[between] = Link()
         return found
 
     def set_measured(self, between: Between, latency_ns: float, bytes_per_ns: float) -> None:
@@ -84,16 +84,23 @@ class Links:
     def items(self) -> list[tuple[Between, Link]]:
         return list(self._links.items())
 
-    def dump(self) -> bytes:
+    def dump(self, names: Sequence[str]) -> bytes:
+        """What was learnt. `names` are the tiers' by number: another configuration may number them otherwise."""
         return msgspec.msgpack.encode(
-            [(*between, k.name, k.latency_ns, k.bytes_per_ns, k.count) for between, k in self._links.items() if k.count]
+            [
+                (names[source], names[target], link.latency_ns, link.bytes_per_ns, link.count)
+                for (source, target), link in self._links.items()
+                if link.count and source >= 0 and target >= 0
+            ]
         )
 
-    def load(self, data: bytes) -> None:
-        """Takes over what `dump` gave. Raises msgspec.MsgspecError on anything else."""
-        rows = msgspec.msgpack.decode(data, type=list[tuple[int, int, str, float, float, int]])
-        for source, target, name, latency_ns, bytes_per_ns, count in rows:
-            if latency_ns <= 0 or bytes_per_ns <= 0:
-                raise msgspec.ValidationError(f"a link of {latency_ns} ns and {bytes_per_ns} bytes/ns")
-            link = self._links[source, target] = Link(name, latency_ns, bytes_per_ns)
-            link.count = count
+    def load(self, data: bytes, names: Sequence[str]) -> None:
+        """Takes over what `dump` gave of tiers that are still there. Raises msgspec.MsgspecError, with nothing changed, on anything else."""
+        rows = msgspec.msgpack.decode(data, type=list[tuple[str, str, float, float, int]])
+        for _, _, latency_ns, bytes_per_ns, count in rows:
+            if not (0 < latency_ns < math.inf and 0 < bytes_per_ns < math.inf and count > 0):
+                raise msgspec.ValidationError(f"a link of {latency_ns} ns and {bytes_per_ns} bytes/ns, seen {count} times")  # fmt: skip
+        for source, target, latency_ns, bytes_per_ns, count in rows:
+            if source in names and target in names:
+                link = self.link((names.index(source), names.index(target)))
+                link.latency_ns, link.bytes_per_ns, link.count = latency_ns, bytes_per_ns, count
