@@ -322,7 +322,8 @@ class PagePool(Copies):
         if gone:
             self._forget(page)
         else:
-            self._settle(record, page, 0 if source == level else 1 << level)
+            # a page that was loaded counts as used in all its tiers
+            self._settle(record, page, 0 if source == level else 1 << level if level > source else _ALL)
 
     def _free_target(self, record: PageClass, level: Level, hop: Hop) -> None:
         frame, span = hop.target[1] // record.page_bytes, self.columns.span[hop.page]
