@@ -82,10 +82,11 @@ class Daemon:
         engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes)
         self.brain = Brain(self.table, self.cost, engines)
         self.arenas = Arenas(config.memory, keeper, self._start_disk)
-        self.tensors = Tensors(self.table.holding, config.memory.ring_mib << 20)
+        self.tensors = Tensors(self.table.holding, config.memory.ring_mib << 20, self.brain.staging, self.arenas)
         self.service = Service(
             self._loop, self.table, self.brain, self.store, self._clock, config.limits, config.daemon.admin_gids,
             lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s, self._facts), self.stop, self.tensors,
+            self.arenas.facts,
         )  # fmt: skip
         self.server = Server(self.service, self._server_limits(), self._bug)
 

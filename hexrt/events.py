@@ -132,9 +132,17 @@ class Stopped(msgspec.Struct, frozen=True, array_like=True, tag=12, gc=False):
     error: ErrorRecord
 
 
+class TensorsLost(msgspec.Struct, frozen=True, array_like=True, tag=13, gc=False):
+    """Bytes that a done step had put out, and that a ready one is to read, are gone with the memory they were in."""
+
+    run: bytes
+    step: int
+    at_ns: int
+
+
 Event = (
     Submitted | Started | Finished | Failed | Emitted | CancelRequested | Placed | DeviceUp | DeviceDown | Recovered
-    | DeadlinePassed | Stopped
+    | DeadlinePassed | Stopped | TensorsLost
 )  # fmt: skip
 
 DURABLE = (Submitted, Started, Finished, Failed, Emitted, CancelRequested, Recovered, DeadlinePassed, Stopped)

@@ -91,9 +91,10 @@ async def scene(last_command: int = 0, last_begun: int = 0, kind: DeviceKind = D
     runs, events = table(), []  # type: ignore[var-annotated]
     engines = Engines({}, keeper_of(), 16, 1)
     brain = Brain(runs, CostModel(), engines)
+    arenas = Arenas(Memory(host_mib=1), engines.keeper, no_more_hosts)
     fleet = Fleet(
         asyncio.get_running_loop(), brain, engines, SystemClock(), events.append, lambda: None, lambda: None,
-        no_more_hosts, 1, {}, Tensors(runs.holding, 1 << 20), Arenas(Memory(host_mib=1), engines.keeper, no_more_hosts),
+        no_more_hosts, 1, {}, Tensors(runs.holding, 1 << 20, brain.staging, arenas), arenas,
     )  # fmt: skip
     device = Device("pool:0", kind, 64, "pool", ready=True)
     link = DeadLink(last_command, last_begun)

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from hexrt import values
+from hexrt.brain.staging import Staging
+from hexrt.config import Memory
 from hexrt.devices.link import HostLink
 from hexrt.protocol.host import VERSION, Binding, FromHost, Hello, HostFailed, HostFinished, Located, Ready
+from hexrt.runtime.arenas import Arenas
 from hexrt.runtime.entities import Run
 from hexrt.runtime.fleet import host_environ
 from hexrt.runtime.holding import tensors_of
@@ -22,6 +25,7 @@ from hexrt.runtime.tensors import Tensors
 from hexrt.workflow.model import StepSpec, Workflow
 from tests.bodies import MODELS
 from tests.bodies import launch as launch_of
+from tests.llm_desk import keeper_of
 from tests.notation import submit, table, workflow
 from tests.running import CONFIG, Running
 from tests.tensor_bodies import make
@@ -31,13 +35,20 @@ MIB = 1 << 20
 PROGRAMS = {"pool": "pool:0", "npu": "npu:0", "cpu": "cpu:0"}
 
 
+def no_disk(device: object) -> None:
+    raise AssertionError("nothing is to be moved")
+
+
 class Hosts:
     """A host of each program with its ring; what goes over their sockets is counted."""
 
     def __init__(self, directory: Path, programs: Sequence[str]) -> None:
         self.runs = table()
         self.run: Run = submit(self.runs, workflow("a"))
-        self.tensors = Tensors(self.runs.holding, 4 * MIB)
+        keeper = keeper_of()
+        self.tensors = Tensors(
+            self.runs.holding, 4 * MIB, Staging(keeper, self.runs.holding), Arenas(Memory(host_mib=1), keeper, no_disk)
+        )
         self.links: dict[str, HostLink] = {}
         self.reports: dict[str, asyncio.Queue[FromHost]] = {p: asyncio.Queue() for p in programs}
         self.sent_bytes = self.received_bytes = 0
@@ -78,7 +89,7 @@ class Hosts:
         report = await self.reports[program].get()
         assert isinstance(report, HostFinished), report
         self.received_bytes += len(msgspec.msgpack.encode(report))
-        self.tensors.accept(link, self.run, report.output, report.tensors)
+        self.tensors.accept(link, self.run, 0, report.output, report.tensors)
         return report.output.copy()
 
     def close(self) -> None:

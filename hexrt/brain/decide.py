@@ -13,10 +13,12 @@ import msgspec
 
 from hexrt.brain.engines import Engines
 from hexrt.brain.queue import ReadyQueue
+from hexrt.brain.staging import Staging
 from hexrt.brain.view import Device
 from hexrt.core import DeviceKind, TaskState
 from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
 from hexrt.events import Event, Failed, Started
+from hexrt.memory.keeper import DISK
 from hexrt.ops.spec import by_input_bytes
 from hexrt.runtime.entities import Run, Task, Tensor
 from hexrt.runtime.holding import size_of
@@ -67,6 +69,7 @@ class Brain:
         self.table = table
         self.cost = cost
         self.engines = engines
+        self.staging = Staging(engines.keeper, table.holding)
         self.devices: dict[str, Device] = {}
         self._by_class: dict[Class, list[Device]] = {}
         self._queues: dict[Class, ReadyQueue] = {}
@@ -117,6 +120,9 @@ class Brain:
             if keeping and task.run.id in keeping:
                 self.engines.look_ahead(task.run)
         table.fresh.clear()
+        if self.staging.again:
+            for task in self.staging.take_again():
+                self._queue(task)
         if not self.paused:
             self._place_queues(now_ns, out)
         if table.stop:
@@ -125,6 +131,11 @@ class Brain:
             self.engines.stop([t for t in stop if self.engines.owns(t)], now_ns)
             out.stop = [t for t in stop if not self.engines.owns(t)]
         self.engines.decide(now_ns, self.devices, out.send, out.events)
+        if self.staging.lost:
+            out.events += self.staging.lost
+            self.staging.lost.clear()
+        if self.engines.keeper.traffic.places:
+            out.places.setdefault(DISK, set()).update(self.engines.keeper.traffic.take_places())
         if table.holding.refused:
             out.events += table.holding.refused
             table.holding.refused.clear()
@@ -273,6 +284,8 @@ class Brain:
         except HexrtError as error:
             out.events.append(Failed(task.run.id, node.index, task.part, task.attempt, device.name, now_ns, now_ns, ErrorRecord(error.kind, error.message, node.id)))  # fmt: skip
             return
+        if tensors and not self.staging.is_ready(task, tensors, now_ns):
+            return
         short = predicted_ns < SHORT_NS and node.idempotent
         message = self._send(task, device, predicted_ns, now_ns, bindings, tensors, not short, out)
         if not node.idempotent:
@@ -296,7 +309,8 @@ class Brain:
             return launch
         self.table.holding.pin(task, tensors)
         out.places.setdefault(device.name, set()).update(tensor.place for tensor in tensors)
-        return (*launch, tuple((t.handle, t.place, t.offset, t.bytes) for t in tensors))
+        offset = self.staging.offset
+        return (*launch, tuple((t.handle, t.place, t.offset if t.page < 0 else offset(t), t.bytes) for t in tensors))
 
     def _place(self, task: Task, device: Device, predicted_ns: int, now_ns: int) -> int:
         device.command = command = device.command + 1

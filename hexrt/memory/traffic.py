@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from hexrt.memory.pool import Move, Page
-from hexrt.protocol.host import Copy, Piece, ToHost
+from hexrt.protocol.host import FIRST_SEGMENT, Copy, Piece, ToHost
 from hexrt.scheduling.links import Links
 
 IN_FLIGHT = 2
@@ -61,7 +61,9 @@ class TrafficStatistics(msgspec.Struct, frozen=True):
     stored_pages: int
     stored_bytes: int
     relocated_pages: int
+    relocated_bytes: int
     copied_pages: int  # within a tier, for sequences that part ways
+    copied_bytes: int
     faults: int
     open_moves: int
 
@@ -72,6 +74,11 @@ class Traffic:
         self._outbox: dict[str, deque[Flight]] = {}
         self._flights: dict[tuple[str, int], Flight] = {}
         self._with_host: dict[str, int] = {}
+        self.places: set[int] = set()  # segments that copies which are sent now read, all of them the disk's host's
+
+    def take_places(self) -> set[int]:
+        places, self.places = self.places, set()
+        return places
 
     def queue(self, flight: Flight, urgent: bool) -> None:
         queue = self._outbox.setdefault(flight.device, deque())
@@ -91,6 +98,7 @@ class Traffic:
                 estimate_ns = self.links.estimate_ns(flight.link, flight.bytes, len(flight.pieces))
                 flight.late_ns = now_ns + COPY_NS + SLOWER * estimate_ns
                 self._flights[name, flight.command] = flight
+                self.places.update(piece.source for piece in flight.pieces if piece.source >= FIRST_SEGMENT)
                 self._with_host[name] = self._with_host.get(name, 0) + 1
                 send.setdefault(name, []).append(Copy(flight.command, flight.pieces))
 

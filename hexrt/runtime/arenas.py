@@ -62,10 +62,13 @@ class Arenas:
         self._read_only_fd = read_only(self._fd)
         self.facts: dict[str, Any] = {"pages": facts.pages, "why": facts.why}
         self._disk_started = False
+        self._view: memoryview | None = None
 
-    def view(self) -> memoryview:
-        """The daemon's own view of HOST, for reading."""
-        return map_fd(self._read_only_fd, self._bytes, False)
+    def view(self, offset: int, length: int | None) -> memoryview:
+        """Bytes of HOST as the daemon reads them."""
+        if self._view is None:
+            self._view = map_fd(self._read_only_fd, self._bytes, False)
+        return self._view[offset : self._bytes if length is None else offset + length]
 
     def host_started(self, link: HostLink, kind: DeviceKind) -> None:
         if kind in WRITERS:

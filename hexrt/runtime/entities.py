@@ -29,6 +29,11 @@ class Tensor(msgspec.Struct, gc=False, eq=False):
     slot: int = -1  # of the ring that it lies in
     refs: int = 0
     ended: bool = False  # its run has
+    step: int = -1  # that put it out first
+    reads: int = 0  # launches in flight that may read it
+    page: int = -1  # of HOST, once it left its ring
+    is_moving: bool = False  # out of its ring
+    is_kept: bool = False  # the run's result names it
 
 
 class Task(msgspec.Struct, gc=False, eq=False):

@@ -247,7 +247,7 @@ class Fleet:
         """Takes over what the output names; what was sent ahead to the same worker reads it there. False where the task failed of it."""
         device, link = member.device, member.link if isinstance(member.link, HostLink) else None
         try:
-            tensors = self._tensors.accept(link, task.run, output, report.tensors)
+            tensors = self._tensors.accept(link, task.run, task.step.node.index, output, report.tensors)
         except HexrtError as error:
             self._post(Failed(task.run.id, task.step.node.index, task.part, report.attempt, device.name, report.start_ns, report.end_ns, error.record()))  # fmt: skip
             return False

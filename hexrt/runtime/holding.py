@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -26,6 +27,14 @@ STEP_BYTES, TASK_BYTES = 1500, 400
 NO_LIMIT = 1 << 62
 
 
+class Pages(Protocol):
+    """Is told of the first and the last reader of a tensor that lies in a page."""
+
+    def pin(self, tensor: Tensor) -> None: ...
+
+    def unpin(self, tensor: Tensor) -> None: ...
+
+
 class Holding:
     """`runs` are those in memory, open and ended."""
 
@@ -38,6 +47,7 @@ class Holding:
         self.refused: list[Stopped] = []  # no room for these: to be applied, and recorded, as events
         self.given: dict[bytes, dict[int, Tensor]] = {}  # of graphs whose Submitted is to be applied, by run and handle
         self.released: list[Tensor] = []  # whose memory may be used again
+        self.pages: Pages | None = None
 
     def charge(self, run: Run, step: str, size: int, now_ns: int) -> None:
         """The run holds more than it was charged for: `size` bytes of it came with the output of `step`."""
@@ -106,10 +116,17 @@ class Holding:
         """The task's launch in flight may read these too, until its last report or its host's death."""
         for tensor in tensors:
             tensor.refs += 1
+            tensor.reads += 1
+            if tensor.page >= 0 and tensor.reads == 1 and self.pages is not None:
+                self.pages.pin(tensor)
         task.tensors += tensors
 
     def unpin(self, task: Task) -> None:
         tensors, task.tensors = task.tensors, ()
+        for tensor in tensors:
+            tensor.reads -= 1
+            if tensor.page >= 0 and not tensor.reads and self.pages is not None:
+                self.pages.unpin(tensor)
         self.let_go(task.run, tensors)
 
     def step_ended(self, run: Run, step: Step) -> None:
@@ -201,7 +218,7 @@ class Holding:
             refs = Counter(tensor.handle for output in outputs for tensor in tensors_of(run, output))
             refs.update(tensor.handle for step in run.steps for task in step.tasks for tensor in task.tensors)
             refs.update(tensor.handle for tensor in run.given)
-            assert refs == {t.handle: t.refs for t in (run.tensors or {}).values()}, f"run {run.id.hex()}: {refs}"
+            assert refs == {t.handle: t.refs - t.is_moving for t in (run.tensors or {}).values()}, f"run {run.id.hex()}: {refs}"
 
 
 def tensors_of(run: Run, value: msgspec.Raw) -> list[Tensor]:

@@ -12,21 +12,10 @@ from typing import Any
 
 import msgspec
 
+from hexrt import events
 from hexrt.core import RunState, TaskState
 from hexrt.errors import ErrorRecord, HexrtError
-from hexrt.events import (  # fmt: skip
-    CancelRequested,
-    DeadlinePassed,
-    Emitted,
-    Event,
-    Failed,
-    Finished,
-    Recovered,
-    Started,
-    Stopped,
-    Submitted,
-)
-from hexrt.runtime import maps
+from hexrt.runtime import lineage, maps
 from hexrt.runtime.entities import Change, Run, Step, Task, add_tokens, check_counts, cut_cycles, record_of, story
 from hexrt.runtime.holding import NO_LIMIT, STEP_BYTES, TASK_BYTES, Holding
 from hexrt.runtime.retries import DROPPED, LOST, final_error, lost_with_daemon, may_try_again
@@ -55,18 +44,19 @@ class RunTable:
         self.max_open_tasks = NO_LIMIT  # that maps may fan out to, all runs together; set after a replay
         self.holding = Holding(self.runs)
         self._apply: dict[type, Callable[[Any], None]] = {
-            Submitted: self._submitted,
-            Started: self._started,
-            Finished: self._finished,
-            Failed: self._failed,
-            Emitted: self._emitted,
-            CancelRequested: self._cancel,
-            DeadlinePassed: self._deadline,
-            Stopped: self._stopped,
-            Recovered: self._recovered,
+            events.Submitted: self._submitted,
+            events.Started: self._started,
+            events.Finished: self._finished,
+            events.Failed: self._failed,
+            events.Emitted: self._emitted,
+            events.CancelRequested: self._cancel,
+            events.DeadlinePassed: self._deadline,
+            events.Stopped: self._stopped,
+            events.TensorsLost: self._tensors_lost,
+            events.Recovered: self._recovered,
         }
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: events.Event) -> None:
         """Changes the state by one event. One that no longer fits (an old attempt, a forgotten run) changes nothing."""
         handler = self._apply.get(type(event))
         if handler is not None:
@@ -95,7 +85,7 @@ class RunTable:
 
     # --- submission ---------------------------------------------------------------------------------------------
 
-    def _submitted(self, event: Submitted) -> None:
+    def _submitted(self, event: events.Submitted) -> None:
         if event.run in self.runs:
             return
         run = Run(
@@ -167,7 +157,7 @@ class RunTable:
 
     # --- progress -----------------------------------------------------------------------------------------------
 
-    def _find(self, event: Started | Finished | Failed | Emitted) -> Task | None:
+    def _find(self, event: events.Started | events.Finished | events.Failed | events.Emitted) -> Task | None:
         """The task an event is about, unless the event is of an old attempt or the task has ended."""
         run = self.runs.get(event.run)
         if run is None or run.ended_ns or event.step >= len(run.steps):
@@ -183,7 +173,7 @@ class RunTable:
             return None
         return task
 
-    def _started(self, event: Started) -> None:
+    def _started(self, event: events.Started) -> None:
         task = self._find(event)
         if task is None:
             return
@@ -196,7 +186,7 @@ class RunTable:
         if task.run.watched and not task.op_part:
             self.changes.append(Change(task.run, "started", task.step, task))
 
-    def _finished(self, event: Finished) -> None:
+    def _finished(self, event: events.Finished) -> None:
         task = self._find(event)
         if task is None:
             return
@@ -264,14 +254,14 @@ class RunTable:
         if run.open_steps == 0:
             self._maybe_end(run, now_ns)
 
-    def _emitted(self, event: Emitted) -> None:
+    def _emitted(self, event: events.Emitted) -> None:
         task = self._find(event)
         if task is not None and add_tokens(task, event) and task.run.watched and event.text:
             self.changes.append(Change(task.run, "tokens", task.step, task, event.text))
 
     # --- failure ------------------------------------------------------------------------------------------------
 
-    def _failed(self, event: Failed) -> None:
+    def _failed(self, event: events.Failed) -> None:
         task = self._find(event)
         if task is None:
             return
@@ -335,16 +325,15 @@ class RunTable:
             failed = next((t for t in step.tasks if t.state in (FAILED, UNKNOWN)), None)
             self.changes.append(Change(run, state.name.lower(), step, failed))
 
-    def _cancel(self, event: CancelRequested) -> None:
+    def _cancel(self, event: events.CancelRequested) -> None:
         run = self.runs.get(event.run)
         if run is not None and not run.ended_ns:
             message = f"cancelled by uid {event.uid}" + (f": {event.reason}" if event.reason else "")
             self._stop_run(run, ErrorRecord("cancelled", message), event.at_ns)
 
-    def _deadline(self, event: DeadlinePassed) -> None:
-        what = "run" if event.step < 0 else "step"
-        error = ErrorRecord("timed_out", f"the deadline of the {what} passed")
-        self._stopped(Stopped(event.run, event.step, event.at_ns, error))
+    def _deadline(self, event: events.DeadlinePassed) -> None:
+        error = ErrorRecord("timed_out", f"the deadline of the {'run' if event.step < 0 else 'step'} passed")
+        self._stopped(events.Stopped(event.run, event.step, event.at_ns, error))
 
     def _stop_run(self, run: Run, why: ErrorRecord, now_ns: int) -> None:
         if run.cancelled is None:
@@ -355,7 +344,7 @@ class RunTable:
         self.holding.run_stopped(run)
         self._maybe_end(run, now_ns)
 
-    def _stopped(self, event: Stopped) -> None:
+    def _stopped(self, event: events.Stopped) -> None:
         run = self.runs.get(event.run)
         if run is None or run.ended_ns:
             return
@@ -365,7 +354,19 @@ class RunTable:
             error = event.error if event.error.where else msgspec.structs.replace(event.error, where=step.node.id)
             self._fail_step(run, step, error, event.at_ns)
 
-    def _recovered(self, event: Recovered) -> None:
+    def _tensors_lost(self, event: events.TensorsLost) -> None:
+        """The step runs again, or the run ends by the name of what is lost."""
+        run = self.runs.get(event.run)
+        if run is None or run.ended_ns or run.cancelled or (step := run.steps[event.step]).state is not DONE:
+            return
+        if reason := lineage.why_not(run, step):
+            self._stop_run(run, lineage.lost_for_good(step, reason), event.at_ns)
+            return
+        self.open_tasks += 1
+        lineage.take_back(run, step, self.holding)
+        self._task_ready(step.tasks[0], event.at_ns)
+
+    def _recovered(self, event: events.Recovered) -> None:
         """The process that ran everything in flight is gone, and perhaps the boot whose monotonic clock the times are of."""
         for run in list(self.runs.values()):
             run.submitted_ns = event.at_ns - (event.wall_ns - run.wall_ns)

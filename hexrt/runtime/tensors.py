@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hexrt import values
+from hexrt.brain.staging import Staging
 from hexrt.devices.link import HostLink
 from hexrt.errors import HexrtError, InvariantViolation, TaskFailed
 from hexrt.memory.arena import map_fd, sealed_copy
 from hexrt.memory.passed import ClientMemory
 from hexrt.memory.ring import Ring, RingReader
-from hexrt.protocol.host import FIRST_SEGMENT, Made
+from hexrt.protocol.host import FIRST_SEGMENT, HOST, Made
 from hexrt.protocol.messages import Tensor as Passed
+from hexrt.runtime.arenas import Arenas
 from hexrt.runtime.entities import Run, Tensor
 from hexrt.runtime.holding import Holding, tensors_of
 
 SLOT_BYTES = 16 << 10
 """A ring has a slot for so many of its bytes: smaller tensors may use up the slots first, and go inline then."""
-MOVE_BYTES = 4 << 20
-"""Moved out of crowded rings at most in one turn, since nothing else happens meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,15 +40,12 @@ class Segment:
     view: memoryview
     reader: RingReader | None = None
     filling: bool = False  # its host lives, and may put more in
-    live: dict[int, Tensor] = field(default_factory=dict)
+    live: dict[int, tuple[Tensor, Run | None]] = field(default_factory=dict)
     live_bytes: int = 0
 
-    def add(self, tensor: Tensor) -> None:
-        self.live[tensor.offset] = tensor
+    def add(self, tensor: Tensor, run: Run | None) -> None:
+        self.live[tensor.offset] = tensor, run
         self.live_bytes += tensor.bytes
-
-    def is_crowded(self) -> bool:
-        return bool(self.live) and (not self.filling or self.live_bytes > self.bytes // 2)
 
 
 class Tensors:
@@ -56,8 +53,10 @@ class Tensors:
 
     own_ring: int | None = None
 
-    def __init__(self, holding: Holding, ring_bytes: int) -> None:
+    def __init__(self, holding: Holding, ring_bytes: int, staging: Staging, arenas: Arenas) -> None:
         self._holding = holding
+        self._staging = staging
+        self._arenas = arenas
         self._ring_bytes = ring_bytes
         self._next_place = FIRST_SEGMENT
         self._segments: dict[int, Segment] = {}
@@ -65,6 +64,11 @@ class Tensors:
         self._with_slots: dict[int, Segment] = {}  # these, and those of dead hosts
         self._fresh: list[tuple[Run, tuple[Tensor, ...]]] = []  # of reports that are being taken in
         self._crowded = False
+        self._blocked = False  # there was no room in HOST
+        staging.when_freed(self._room_came_free)
+
+    def _room_came_free(self) -> None:
+        self._crowded |= self._blocked
 
     # --- hosts --------------------------------------------------------------------------------------------------
 
@@ -90,7 +94,9 @@ class Tensors:
     def map(self, link: HostLink, places: Iterable[int]) -> None:
         """Sees to it that the host has these places before whatever it is sent from now on."""
         for place in places:
-            if place not in link.mapped:
+            if place == HOST:
+                self._arenas.let_read(link)
+            elif place not in link.mapped:
                 segment = self._segments[place]
                 link.map(place, segment.fd, segment.bytes)
 
@@ -112,9 +118,9 @@ class Tensors:
     # --- tasks --------------------------------------------------------------------------------------------------
 
     def accept(
-        self, link: HostLink | None, run: Run, output: msgspec.Raw, made: tuple[Made, ...]
+        self, link: HostLink | None, run: Run, step: int, output: msgspec.Raw, made: tuple[Made, ...]
     ) -> tuple[Tensor, ...]:
-        """Takes over the tensors of a report, which the run has from now on; they are kept until the end of the turn at least.
+        """Takes over the tensors of a report on a step, which the run has from now on; they are kept until the end of the turn at least.
 
         Raises TaskFailed, everything given back, where the report does not fit what its output names.
         """
@@ -132,21 +138,25 @@ class Tensors:
         known = run.tensors if run.tensors is not None else {}
         taken: list[Tensor] = []
         for i, one in enumerate(made):
-            tensor = known.get(one.handle) if one.slot < 0 else self._take_slot(ring, known, one)
+            tensor = known.get(one.handle) if one.slot < 0 else self._take_slot(ring, run, known, one)
             if tensor is None or tensor.bytes != one.bytes:
                 self._take_back(taken)
                 self.refuse(link, made[i + 1 :])
                 raise TaskFailed(f"its output names tensor {one.handle}, which it cannot have")
             taken.append(tensor)
+        keep = run.graph is not None and any(index == step for _, index, _ in run.graph.outputs)
         for tensor in taken:
             tensor.refs += 1
+            tensor.step = step if tensor.step < 0 else tensor.step
             known[tensor.handle] = tensor
+            if keep:
+                self._staging.keep(tensor)
         run.tensors = known
         found = tuple(taken)
         self._fresh.append((run, found))
         return found
 
-    def _take_slot(self, ring: Segment | None, known: Mapping[int, Tensor], made: Made) -> Tensor | None:
+    def _take_slot(self, ring: Segment | None, run: Run, known: Mapping[int, Tensor], made: Made) -> Tensor | None:
         if ring is None or ring.reader is None:
             return None
         try:
@@ -157,7 +167,7 @@ class Tensors:
         if (slot.offset, slot.bytes) != (made.offset, made.bytes) or made.handle in known or made.handle < 1 << 32:
             ring.reader.release(made.slot)
             return None
-        ring.add(tensor)
+        ring.add(tensor, run)
         self._crowded = self._crowded or ring.live_bytes > ring.bytes // 2
         return tensor
 
@@ -199,6 +209,14 @@ class Tensors:
         released.clear()
 
     def _free(self, tensor: Tensor) -> None:
+        if tensor.page >= 0:
+            self._staging.free(tensor)
+        else:
+            self._leave(tensor)
+        tensor.place = -1
+
+    def _leave(self, tensor: Tensor) -> None:
+        """It needs its place in a segment no more."""
         segment = self._segments[tensor.place]
         del segment.live[tensor.offset]
         segment.live_bytes -= tensor.bytes
@@ -206,52 +224,32 @@ class Tensors:
             segment.reader.release(tensor.slot)
         self._close_if_empty(segment)
 
-    def crowded(self) -> list[Tensor]:
-        """Tensors of ended runs that should make room, the oldest of each ring first: all in rings of dead hosts, else down to half a ring."""
-        found: list[Tensor] = []
-        for segment in self._with_slots.values():
-            if segment.is_crowded():
-                over = segment.live_bytes - (segment.bytes // 2 if segment.filling else 0)
-                for tensor in segment.live.values():
-                    if over <= 0:
-                        break
-                    if tensor.ended:
-                        found.append(tensor)
-                        over -= tensor.bytes
-        return found
-
-    def moved(self, tensor: Tensor, place: int, offset: int) -> None:
-        """The bytes have been copied there, and are read from there from now on."""
-        assert tensor.ended and place in self._segments
-        self._free(tensor)
-        tensor.place, tensor.offset, tensor.slot = place, offset, -1
-        self._segments[place].add(tensor)
-
     def relieve(self) -> None:
-        """Copies tensors of ended runs out of crowded rings, a few MiB of them, into memory of their own."""
-        crowded, moving, size = self.crowded(), 0, 0
-        while moving < len(crowded) and (not moving or size + crowded[moving].bytes <= MOVE_BYTES):
-            size += crowded[moving].bytes
-            moving += 1
-        self._crowded = moving < len(crowded)
-        if not moving:
-            return
-        try:
-            fd, offsets = sealed_copy([self._content(tensor) for tensor in crowded[:moving]])
-        except HexrtError:  # no memory: they stay where they are, and what finds no room in a ring goes inline
-            return
-        segment = self._add(fd, map_fd(fd, os.fstat(fd).st_size, False))
-        for tensor, offset in zip(crowded, offsets, strict=False):
-            self.moved(tensor, segment.place, offset)
+        """Begins to move tensors that nobody reads out of crowded rings into HOST: all out of rings of dead hosts, else down to half a ring."""
+        self._crowded = self._blocked = False
+        for segment in list(self._with_slots.values()):
+            over = segment.live_bytes - (segment.bytes // 2 if segment.filling else 0)
+            for tensor, run in list(segment.live.values()):
+                if over <= 0:
+                    break
+                over -= tensor.bytes  # what is moving will leave by itself
+                if run is None or tensor.is_moving or tensor.reads:
+                    continue
+                if not self._staging.adopt(run, tensor, self._leave):
+                    self._blocked = True  # what finds no room in a ring goes inline meanwhile
+                    return
 
     # --- values -------------------------------------------------------------------------------------------------
 
     def view(self, place: int, offset: int = 0, length: int | None = None) -> memoryview:
+        if place == HOST:
+            return self._arenas.view(offset, length)
         segment = self._segments[place]
         return segment.view[offset : segment.bytes if length is None else offset + length]
 
     def _content(self, tensor: Tensor) -> memoryview:
-        return self.view(tensor.place, tensor.offset, tensor.bytes)
+        offset = tensor.offset if tensor.page < 0 else self._staging.offset(tensor)
+        return self.view(tensor.place, offset, tensor.bytes)
 
     def inline(self, run: Run, value: msgspec.Raw) -> msgspec.Raw:
         """The value with the bytes of its tensors in it, a copy; the very same value where it names none. Raises TaskFailed."""
@@ -289,7 +287,7 @@ class Tensors:
         given = self._holding.given[run] = {}
         for one in memory.tensors.values():
             tensor = given[one.handle] = Tensor(one.handle, segment.place, one.offset, one.bytes)
-            segment.add(tensor)
+            segment.add(tensor, None)
 
     # --- whether all is well ------------------------------------------------------------------------------------
 
@@ -304,15 +302,16 @@ class Tensors:
         """Each tensor of a run lies in a segment, each in a segment belongs to a run; with `idle` (nothing is in flight) each slot has one."""
         assert not self._fresh and not self._holding.released, "between turns nothing is being taken in or given back"
         owned = {id(tensor): tensor for run in runs for tensor in (run.tensors or {}).values()}
-        lying = {id(tensor): tensor for segment in self._segments.values() for tensor in segment.live.values()}
-        assert owned.keys() == lying.keys(), f"{len(owned)} tensors are owned, {len(lying)} lie in segments"
+        lying = {id(tensor): tensor for segment in self._segments.values() for tensor, _ in segment.live.values()}
+        lying |= {id(tensor): tensor for tensor in owned.values() if tensor.page >= 0}
+        assert owned.keys() == lying.keys(), f"{len(owned)} tensors are owned, {len(lying)} lie in segments or pages"
         for segment in self._segments.values():
             assert segment.live or segment.filling, f"segment {segment.place} is kept for nothing"
-            assert segment.live_bytes == sum(t.bytes for t in segment.live.values())
-            for offset, tensor in segment.live.items():
+            assert segment.live_bytes == sum(t.bytes for t, _ in segment.live.values())
+            for offset, (tensor, _) in segment.live.items():
                 assert (tensor.place, tensor.offset) == (segment.place, offset) and tensor.refs > 0
             if segment.reader is not None and (idle or not segment.filling):
-                slots = {tensor.slot for tensor in segment.live.values()}
+                slots = {tensor.slot for tensor, _ in segment.live.values()}
                 occupied = set(segment.reader.occupied())
                 assert slots == occupied if segment.filling else slots <= occupied, f"slots {slots} of {occupied}"
 

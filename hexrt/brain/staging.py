@@ -1,0 +1,151 @@
+"""Tensors that left the ring they were put out in: each is one page of HOST, which may lie in NVME while nobody reads it.
+
+Owns which tensor is which page, and the tasks that wait until what they read is back in HOST. A task that waits for room holds nothing; one
+whose pages are on their way holds those, and a copy that takes too long ends with its host. Pure; called by the brain and by
+`hexrt.runtime.tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hexrt.brain.ahead import steps_until
+from hexrt.core import TaskState
+from hexrt.events import TensorsLost
+from hexrt.memory.keeper import Keeper
+from hexrt.memory.pool import NEVER, Level, Page
+from hexrt.protocol.host import HOST
+from hexrt.runtime.entities import Run, Task, Tensor
+from hexrt.runtime.holding import Holding
+
+Arrived = Callable[[Tensor], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """A ready task and the pages that are pinned for it, some of them on their way."""
+
+    task: Task
+    pages: list[Page]
+
+
+class Staging:
+    def __init__(self, keeper: Keeper, holding: Holding) -> None:
+        self._keeper = keeper
+        self._pool = keeper.pool
+        self._holding = holding
+        holding.pages = self
+        keeper.when_freed.append(self._frames_freed)
+        self._waits: dict[int, _Wait] = {}  # by the task's id
+        self._unstarted: list[Task] = []  # there was no room, or somebody else moves their pages
+        self.again: list[Task] = []  # to be queued again
+        self.lost: list[TensorsLost] = []  # events to be applied
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Is called whenever frames may have come free."""
+        self._keeper.when_freed.append(call)
+
+    # --- out of a ring ----------------------------------------------------------------------------------------------
+
+    def adopt(self, run: Run, tensor: Tensor, arrived: Arrived) -> bool:
+        """Begins to move a tensor that nobody reads into HOST; `arrived` lets its old place be used again. False where there is no room now."""
+
+        def moved(faults: frozenset[Page]) -> None:
+            tensor.is_moving = False
+            if faults or tensor.reads or tensor.place < 0:  # it is freed, or read where it was
+                self._pool.unpin((page,))
+                self._pool.release((page,))
+            else:
+                arrived(tensor)
+                tensor.place, tensor.offset, tensor.slot, tensor.page = HOST, 0, -1, page
+                self._pool.set_next_use((page,), self._next_use(run, tensor))
+                if not tensor.is_kept:
+                    self._pool.unpin((page,))
+            self._holding.let_go(run, (tensor,))
+
+        adopted = self._keeper.adopt(tensor.place, tensor.offset, tensor.bytes, moved)
+        if adopted is None:
+            return False
+        page = adopted
+        tensor.is_moving = True
+        tensor.refs += 1
+        return True
+
+    def _next_use(self, run: Run, tensor: Tensor) -> int:
+        if run.graph is None or tensor.step < 0:
+            return NEVER
+        steps = steps_until(run, run.graph.nodes[tensor.step].successors)
+        return NEVER if steps is None else steps
+
+    # --- while it is there ------------------------------------------------------------------------------------------
+
+    def keep(self, tensor: Tensor) -> None:
+        """The run's result names it: it stays in HOST, whence a result is taken at once. It must be there."""
+        if not tensor.is_kept:
+            tensor.is_kept = True
+            if tensor.page >= 0:
+                self._pool.pin((tensor.page,))
+
+    def pin(self, tensor: Tensor) -> None:
+        """A launch is about to read it, the first at this time."""
+        self._pool.pin((tensor.page,))
+
+    def unpin(self, tensor: Tensor) -> None:
+        """No launch reads it any more."""
+        self._pool.unpin((tensor.page,))
+
+    def free(self, tensor: Tensor) -> None:
+        """Nothing refers to it any more."""
+        if tensor.is_kept:
+            self._pool.unpin((tensor.page,))
+        self._pool.release((tensor.page,))
+        self._keeper.attend()
+
+    def offset(self, tensor: Tensor) -> int:
+        """Where in HOST it lies now; it must be there."""
+        return self._pool.offset(tensor.page, Level.HOST)
+
+    # --- before a launch --------------------------------------------------------------------------------------------
+
+    def is_ready(self, task: Task, tensors: Sequence[Tensor], now_ns: int) -> bool:
+        """Whether all that the task reads is in HOST. If not, it is given back in `again` once that may be so, or its run hears of a loss."""
+        pool = self._pool
+        wait = self._waits.pop(id(task), None)
+        absent = [tensor.page for tensor in tensors if tensor.page >= 0 and not pool.has(tensor.page, Level.HOST)]
+        if wait is not None:
+            task.pages_migrated += len(wait.pages)
+            task.migration_bytes += sum(tensor.bytes for tensor in tensors if tensor.page in wait.pages)
+            pool.unpin(wait.pages)  # the launch pins them again, in this very turn
+        if not absent:
+            return True
+        gone = {tensor.step for tensor in tensors if tensor.page >= 0 and pool.is_lost(tensor.page)}
+        if gone:
+            self.lost += (TensorsLost(task.run.id, step, now_ns) for step in sorted(gone))
+        elif any(map(pool.moving, absent)) or not self._fetch(task, absent):
+            self._unstarted.append(task)
+        return False
+
+    def _fetch(self, task: Task, pages: list[Page]) -> bool:
+        self._pool.pin(pages)
+        if not self._keeper.fetch(pages, lambda faults: self.again.append(task)):
+            self._pool.unpin(pages)
+            return False
+        self._waits[id(task)] = _Wait(task, pages)
+        return True
+
+    def _frames_freed(self) -> None:
+        self.again += self._unstarted
+        self._unstarted.clear()
+
+    def take_again(self) -> list[Task]:
+        """Tasks to be queued again; what was held for those that are not wanted any more is let go of."""
+        again, self.again = self.again, []
+        for task in again:
+            if task.state is not TaskState.READY and (wait := self._waits.pop(id(task), None)) is not None:
+                self._pool.unpin(wait.pages)
+        return [task for task in again if task.state is TaskState.READY]
+
+    def check_integrity(self, idle: bool) -> None:
+        """With `idle` (nothing is in flight) nobody waits for pages."""
+        assert not idle or not (self._waits or self._unstarted or self.again), "tasks wait for pages"
