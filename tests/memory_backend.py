@@ -130,7 +130,9 @@ class MemoryBackend:
     async def status(self, peer: Peer, run: RunId) -> m.RunStatus:
         found = self._run(peer, run)
         steps = tuple(
-            m.StepStatus(s.id, s.op, "done" if s.id in found.outputs else "running", 1, int(s.id in found.outputs))
+            m.StepStatus(s.id, s.op, "done", 1, 1)
+            if s.id in found.outputs
+            else m.StepStatus(s.id, s.op, "running", 1, 0, waits="a release" if s.op == "hold" else "")
             for s in found.workflow.steps
         )
         return m.RunStatus(0, self._summary(found), steps)
@@ -181,6 +183,20 @@ class MemoryBackend:
     def devices(self) -> m.DeviceList:
         here = m.DeviceStatus("pool:0", "pool", "ready", 0, 0, 7, {"pid": 1})
         return m.DeviceList(0, (here, m.DeviceStatus("npu:0", "npu", "absent", why="no provider is installed")))
+
+    def memory(self, peer: Peer) -> m.MemoryReport:
+        gib = 1 << 30
+        tiers = (
+            m.TierStatus("host", "host", "ok", "", gib, gib // 2, gib // 2, gib // 4, 0.5, 100, 40, 3, 2, 90, 40, gib, 2 * gib, 8, 7, 0),
+            m.TierStatus("nvme", "nvme", "unstarted", "", 4 * gib, 0, 4 * gib, 4 * gib, 0.0, *(0,) * 11),
+            m.TierStatus("cpu:0", "device", "degraded", "5 pages could not be moved", gib, 0, gib, gib, 0.0, *(0,) * 10, 5),
+        )  # fmt: skip
+        links = (m.LinkStatus("host", "cpu:0", 9e9, 1500.0, 12), m.LinkStatus("cpu:0", "host", 2e9, 20_000.0, 0))
+        moved = m.Moved(90, gib, 40, gib // 2, 0, 0, 1, 4096, 5, 1)
+        mine = [run for run in self.runs.values() if peer.uid in (run.peer.uid, 0)]
+        holders = tuple(m.Holder(r.id, r.workflow.name, r.peer.uid, r.state, 3, 3 << 20, 1, 5000) for r in mine)
+        tensors = m.TensorTotals(1, 5000, 2, 10_000)
+        return m.MemoryReport(0, tiers, links, moved, tensors, "plain", "shmem_enabled is never", holders)
 
     def statistics(self) -> m.StatisticsReport:
         return m.StatisticsReport(0, {"runs": float(len(self.runs))})

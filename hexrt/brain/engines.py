@@ -6,7 +6,7 @@ share; what the engine reports is turned into events here. A sequence is named b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from hexrt.llm.batch import Ended, Engine, Outcome, Prefilled, Refused
 from hexrt.llm.sequence import SequenceRequest
 from hexrt.llm.steps import check_numerics, output_of_decode, output_of_prefill, request_of, resolve_model
 from hexrt.memory.keeper import Keeper
+from hexrt.memory.pool import Page
 from hexrt.protocol.host import Chunk, Chunked, Copied, FromHost, HostFailed, HostFinished, LoadModel
 from hexrt.runtime.entities import Run, Task
 from hexrt.values import NIL, pick
@@ -200,6 +201,13 @@ class Engines:
                 held = ", ".join(f"run {key[0].hex()} step {key[1]}: {pages}" for key, pages in holders[:3])  # type: ignore[index]
                 return f"{need} pages of {entry.engine.pages.capacity} on {task.device}; held by {held or 'nobody'}"  # type: ignore[union-attr]
         return ""
+
+    def holdings(self) -> Iterator[tuple[bytes, Sequence[Page]]]:
+        """The pages of each sequence, by run."""
+        for entries in self._entries.values():
+            for entry in entries.values():
+                for key, pages in entry.engine.holdings() if entry.engine is not None else ():
+                    yield key[0], pages  # type: ignore[index]
 
     def why_stopping(self, task: Task) -> ErrorRecord | None:
         """What a task that is being stopped will fail of; None for any other."""

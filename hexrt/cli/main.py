@@ -28,6 +28,7 @@ COMMANDS = {
     "validate": ("hexrt.cli.files:validate", "Check a workflow file without running it."),
     "schema": ("hexrt.cli.files:schema", "Print the JSON Schema of workflow files."),
     "devices": ("hexrt.cli.machine:devices", "List the devices, and why one is missing."),
+    "memory": ("hexrt.cli.memory:memory", "Show the tiers of memory, and who holds it."),
     "statistics": ("hexrt.cli.machine:statistics", "Print the daemon's counters."),
     "shutdown": ("hexrt.cli.machine:shutdown", "Stop the daemon."),
     "config": ("hexrt.cli.configs:config", "Check and show the daemon's configuration."),

@@ -112,10 +112,10 @@ def status(shared: Shared, run: str) -> int:
     summary = answer.summary
     print_text(f"{summary.run.hex()}  {summary.name}: {summary.state} after {seconds(summary.duration_s)}")
     print_table(
-        ("step", "op", "state", "tasks", "device", "queued", "ran", "error"),
+        ("step", "op", "state", "tasks", "device", "queued", "ran", "about"),
         [
             (s.id, s.op, s.state, f"{s.tasks_done}/{s.tasks}", s.device, seconds(s.queued_s), seconds(s.run_s),
-             error_text(s.error) if s.error else "")
+             error_text(s.error) if s.error else s.waits and f"waits for {s.waits}")
             for s in answer.steps
         ],
     )  # fmt: skip

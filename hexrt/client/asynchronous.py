@@ -198,6 +198,10 @@ class AsyncClient:
     async def devices(self) -> tuple[m.DeviceStatus, ...]:
         return await self._ask(calls.devices())
 
+    async def memory(self) -> m.MemoryReport:
+        """The tiers of memory, what moves between them, and who holds the most; of others' runs only an admin is told."""
+        return await self._ask(calls.memory())
+
     async def statistics(self) -> dict[str, float]:
         return await self._ask(calls.statistics())
 

@@ -170,6 +170,10 @@ class Client:
     def devices(self) -> tuple[m.DeviceStatus, ...]:
         return self._ask(calls.devices())
 
+    def memory(self) -> m.MemoryReport:
+        """The tiers of memory, what moves between them, and who holds the most; of others' runs only an admin is told."""
+        return self._ask(calls.memory())
+
     def statistics(self) -> dict[str, float]:
         return self._ask(calls.statistics())
 

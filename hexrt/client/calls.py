@@ -179,6 +179,10 @@ def devices() -> Call[tuple[m.DeviceStatus, ...]]:
     return Call(m.Devices, lambda a: _expect(m.DeviceList, a).devices)
 
 
+def memory() -> Call[m.MemoryReport]:
+    return Call(m.Memory, lambda a: _expect(m.MemoryReport, a))
+
+
 def statistics() -> Call[dict[str, float]]:
     return Call(m.Statistics, lambda a: _expect(m.StatisticsReport, a).values)
 

@@ -9,7 +9,7 @@ OSDI 2022) and mixes prompt slices with decoding under a token budget as Sarathi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hexrt.core import SequenceId
@@ -19,6 +19,7 @@ from hexrt.llm.outcome import Emitted, Ended, EngineStatistics, Outcome, Prefill
 from hexrt.llm.pages import SequencePages, Took
 from hexrt.llm.sequence import Flight, SequenceRequest, Share, Stage, State
 from hexrt.memory.keeper import Keeper
+from hexrt.memory.pool import Page
 from hexrt.protocol.host import BindPages, Cancel, Chunk, Chunked, Release, ToHost, Token
 
 __all__ = ["Emitted", "Ended", "Engine", "EngineStatistics", "Outcome", "Prefilled", "Refused", "SequenceRequest"]
@@ -346,6 +347,11 @@ class Engine:
             return None
         held = [(s.request.key, s.pages) for s in self._sequences.values() if s.stage in (Stage.LIVE, Stage.LOADING)]
         return state.pages, sorted(held, key=lambda entry: -entry[1])
+
+    def holdings(self) -> list[tuple[Hashable, Sequence[Page]]]:
+        """The pages of each sequence that has any, those that it shares with others included."""
+        tables = self.pages.tables
+        return [(s.request.key, tables.table(s.number)) for s in self._sequences.values() if s.number in tables]
 
     @property
     def is_idle(self) -> bool:

@@ -40,7 +40,7 @@ class Keeper:
         self._write_faults = 0
         self._attend = False
         self._loaded_pages = self._loaded_bytes = self._stored_pages = self._stored_bytes = 0
-        self._relocated_pages = self._copied_pages = self._faults = 0
+        self._relocated_pages = self._relocated_bytes = self._copied_pages = self._copied_bytes = self._faults = 0
 
     # --- set-up -----------------------------------------------------------------------------------------------------
 
@@ -291,9 +291,12 @@ class Keeper:
 
     def _count(self, flight: Flight, pages: int, size: int) -> None:
         source, target = flight.link
-        if source == target:
-            self._relocated_pages += pages if flight.then is None else 0
-            self._copied_pages += pages if flight.then is not None else 0
+        if source == target and flight.then is None:
+            self._relocated_pages += pages
+            self._relocated_bytes += size
+        elif source == target:
+            self._copied_pages += pages
+            self._copied_bytes += size
         elif source >= 0 and self.pool.tiers[source].level < self.pool.tiers[target].level:
             self._stored_pages += pages
             self._stored_bytes += size
@@ -362,10 +365,16 @@ class Keeper:
 
     # --- looking in -------------------------------------------------------------------------------------------------
 
+    def carried_by(self, device: str) -> tuple[Tier, ...]:
+        """The tiers that a device moves pages between."""
+        numbers = (self._host, self._nvme) if device == DISK else (self._top.get(device, -1), self._host)
+        own = device == DISK or device in self._top
+        return tuple(self.pool.tiers[number] for number in dict.fromkeys(numbers) if own and number >= 0)
+
     def statistics(self) -> TrafficStatistics:
         return TrafficStatistics(
             self._loaded_pages, self._loaded_bytes, self._stored_pages, self._stored_bytes, self._relocated_pages,
-            self._copied_pages, self._faults, len(self.traffic),
+            self._relocated_bytes, self._copied_pages, self._copied_bytes, self._faults, len(self.traffic),
         )  # fmt: skip
 
     def check_integrity(self) -> None:

@@ -96,6 +96,12 @@ class Devices(Message, tag="devices"):
     request: Number
 
 
+class Memory(Message, tag="memory"):
+    """Answered by MemoryReport. Of other users' runs only root, the daemon's uid and admins are told."""
+
+    request: Number
+
+
 class Statistics(Message, tag="statistics"):
     request: Number
 
@@ -114,7 +120,9 @@ class Shutdown(Message, tag="shutdown"):
     drain: bool = True
 
 
-Request = Submit | Cancel | Status | List | Watch | Result | Timeline | Devices | Statistics | Forget | Shutdown
+Request = (
+    Submit | Cancel | Status | List | Watch | Result | Timeline | Devices | Memory | Statistics | Forget | Shutdown
+)
 FromClient = ClientHello | Request
 
 # --- answers ----------------------------------------------------------------------------------------------------
@@ -160,6 +168,7 @@ class StepStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     queued_s: float = 0.0
     run_s: float = 0.0
     error: ErrorRecord | None = None
+    waits: str = ""  # what a step that was placed waits for, and who holds it
 
 
 class RunSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -241,11 +250,97 @@ class DeviceStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     done: int = 0
     facts: dict[str, Any] = {}
     why: str = ""  # for absent and lost
+    memory: str = ""  # what is wrong with the tiers of memory that it moves pages between
 
 
 class DeviceList(Message, tag="device_list"):
     request: int
     devices: tuple[DeviceStatus, ...]
+
+
+class TierStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tier of the paged memory. `copies` are of pages, since the daemon started, and so is what follows them."""
+
+    name: str
+    level: str  # device, host, nvme
+    state: str  # ok, unstarted (until it is needed), starting, degraded, closed (takes no pages), lost
+    why: str  # for the last three
+    bytes: int
+    used_bytes: int
+    free_bytes: int
+    largest_free_bytes: int  # in one run
+    fragmentation: float  # 1 - largest free run / free
+    pages: int  # that have a copy here
+    dirty_pages: int  # whose only copy is here
+    pinned_pages: int
+    moving_pages: int
+    copies_in: int
+    copies_out: int
+    bytes_in: int
+    bytes_out: int
+    evictions: int  # dropped with a copy elsewhere
+    discards: int  # dropped to be computed again
+    faults: int  # pages that could not be read or written
+
+
+class LinkStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast copies from tier to tier are taken to be."""
+
+    source: str
+    target: str
+    bytes_per_s: float
+    latency_ns: float  # of each piece
+    copies: int  # that it was learnt from, a measurement at start included; 0: a guess
+
+
+class Moved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was moved since the daemon started."""
+
+    loaded_pages: int  # to a higher tier, or in from a segment
+    loaded_bytes: int
+    stored_pages: int  # to a lower one
+    stored_bytes: int
+    relocated_pages: int  # within a tier, so that free memory is in one piece
+    relocated_bytes: int
+    copied_pages: int  # within a tier, for sequences that part ways
+    copied_bytes: int
+    faults: int
+    open_moves: int  # that have not ended
+
+
+class TensorTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tensors of all runs, by where they lie: in a client's memory or the ring they were put out in, in HOST, or in NVME alone."""
+
+    segment_tensors: int = 0
+    segment_bytes: int = 0
+    host_tensors: int = 0
+    host_bytes: int = 0
+    nvme_tensors: int = 0
+    nvme_bytes: int = 0
+
+
+class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run holds: pages of its sequences in whatever tier, shared ones in full, and tensors."""
+
+    run: bytes
+    name: str
+    uid: int
+    state: RunState
+    pages: int
+    page_bytes: int
+    tensors: int
+    tensor_bytes: int
+
+
+class MemoryReport(Message, tag="memory_report"):
+    request: int
+    tiers: tuple[TierStatus, ...]
+    links: tuple[LinkStatus, ...]
+    moved: Moved
+    tensors: TensorTotals
+    host_pages: str  # of HOST: reserved, transparent (huge ones both) or plain
+    host_pages_why: str
+    holders: tuple[Holder, ...]  # the largest, those that hold most first
 
 
 class StatisticsReport(Message, tag="statistics_report"):
@@ -265,6 +360,6 @@ class Refused(Message, tag="refused"):
 
 
 FromDaemon = (
-    Welcome | Accepted | Update | RunStatus | RunList | RunResult | RunTimeline | DeviceList | StatisticsReport | Done
-    | Refused
+    Welcome | Accepted | Update | RunStatus | RunList | RunResult | RunTimeline | DeviceList | MemoryReport | StatisticsReport
+    | Done | Refused
 )  # fmt: skip

@@ -17,7 +17,7 @@ from hexrt.protocol.messages import (
     StepStatus,
     Update,
 )  # fmt: skip
-from hexrt.runtime.entities import NAMES, Change, Run, Step, record_of
+from hexrt.runtime.entities import NAMES, Change, Run, Step, Task, record_of
 from hexrt.runtime.store_records import EndedRun
 from hexrt.values import NIL, pick
 
@@ -66,8 +66,18 @@ def step_status(step: Step) -> StepStatus:
     )  # fmt: skip
 
 
-def status_of(run: Run, now_ns: int) -> RunStatus:
-    return RunStatus(0, summary_of(run, now_ns), tuple(step_status(s) for s in run.steps))
+def status_of(run: Run, now_ns: int, waits_for: Callable[[Task], str]) -> RunStatus:
+    """`waits_for` says what a task of an LLM engine waits for."""
+    return RunStatus(0, summary_of(run, now_ns), tuple(_with_waits(s, waits_for) for s in run.steps))
+
+
+def _with_waits(step: Step, waits_for: Callable[[Task], str]) -> StepStatus:
+    status = step_status(step)
+    if step.state >= TaskState.DONE or all(part.body is not None for part in step.node.op.parts):
+        return status
+    at_engine = (task for task in step.tasks if TaskState.PLACED <= task.state <= TaskState.RUNNING)
+    waits = next((found for task in at_engine if (found := waits_for(task))), "")
+    return msgspec.structs.replace(status, waits=waits) if waits else status
 
 
 Inline = Callable[[Run, msgspec.Raw], msgspec.Raw]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hexrt.brain.decide import Brain
 from hexrt.clock import Clock
@@ -19,7 +20,7 @@ from hexrt.events import CancelRequested, DeadlinePassed, Submitted
 from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol.messages import (
     DeviceList,
-    DeviceStatus,
+    MemoryReport,
     RunList,
     RunResult,
     RunStatus,
@@ -38,6 +39,7 @@ from hexrt.runtime.answers import (
 )  # fmt: skip
 from hexrt.runtime.deadlines import Deadlines
 from hexrt.runtime.entities import Change, Run
+from hexrt.runtime.machine import devices_of, memory_of
 from hexrt.runtime.owner import Owner
 from hexrt.runtime.passing import Results, check_tensors, recordable
 from hexrt.runtime.room import Room, tasks_of
@@ -71,6 +73,7 @@ class Service:
         check: Callable[[Workflow], Generator[None, None, TaskGraph]],
         on_shutdown: Callable[[bool], None],
         tensors: Tensors,
+        arena: Mapping[str, Any],
     ) -> None:
         self._loop = loop
         self._table = table
@@ -82,6 +85,7 @@ class Service:
         self._check = check
         self._on_shutdown = on_shutdown
         self._tensors = tensors
+        self._arena = arena
         self._results = Results(table, store, tensors)
         self.owner = Owner(loop, table, brain, store, clock, tensors, self._changed, self._ended, self._closed)
         self._watches: dict[bytes, list[Watch]] = {}
@@ -227,7 +231,7 @@ class Service:
         await self._settled(found)
         if found.id not in self._table.runs:  # it ended and was let go of meanwhile
             return await self.status(peer, run)
-        return status_of(found, self._clock.now_ns())
+        return status_of(found, self._clock.now_ns(), self._brain.engines.waits_for)
 
     async def list_runs(self, peer: Peer, state: RunState | None, limit: int) -> RunList:
         """Newest first: what is in memory, and of the store what is not."""
@@ -338,17 +342,11 @@ class Service:
     # --- the daemon ---------------------------------------------------------------------------------------------
 
     def devices(self) -> DeviceList:
-        return DeviceList(
-            0,
-            tuple(
-                DeviceStatus(
-                    d.name, d.kind.value, "lost" if d.lost else "ready" if d.ready else "starting",
-                    min(len(d.window), 1 if d.kind == "pool" else len(d.window)), max(0, len(d.window) - 1) if d.kind == "pool" else 0,
-                    d.done, d.facts, d.lost,
-                )
-                for d in self._brain.devices.values()
-            ),
-        )  # fmt: skip
+        return devices_of(self._brain)
+
+    def memory(self, peer: Peer) -> MemoryReport:
+        uid = None if self._is_admin(peer) else peer.uid
+        return memory_of(self._brain, self._table.runs.values(), self._arena, uid)
 
     def statistics(self) -> StatisticsReport:
         table, store = self._table, self._store

@@ -13,6 +13,7 @@ from hexrt.core import Durability, Peer, RunId, RunState
 from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol.messages import (
     DeviceList,
+    MemoryReport,
     RunList,
     RunResult,
     RunStatus,
@@ -69,6 +70,9 @@ class Backend(Protocol):
     async def timeline(self, peer: Peer, run: RunId) -> RunTimeline: ...
 
     def devices(self) -> DeviceList: ...
+
+    def memory(self, peer: Peer) -> MemoryReport:
+        """`holders` are the peer's own runs, or everybody's for an admin."""
 
     def statistics(self) -> StatisticsReport: ...
 

@@ -216,6 +216,9 @@ class Session:
     def _devices(self, request: m.Devices) -> None:
         self._answer(replace(self._backend.devices(), request=request.request))
 
+    def _memory_report(self, request: m.Memory) -> None:
+        self._answer(replace(self._backend.memory(self.peer), request=request.request))
+
     def _statistics(self, request: m.Statistics) -> None:
         self._answer(replace(self._backend.statistics(), request=request.request))
 
@@ -326,6 +329,7 @@ _HANDLERS: dict[type, Callable[[Session, Any], None]] = {
     m.Result: Session._result,
     m.Timeline: Session._timeline,
     m.Devices: Session._devices,
+    m.Memory: Session._memory_report,
     m.Statistics: Session._statistics,
     m.Forget: Session._forget,
     m.Shutdown: Session._shutdown,

@@ -1,0 +1,64 @@
+"""What each counter of `hexrt statistics` counts, in words.
+
+Owns the names. Counters since the daemon's start unless they say what there is now.
+"""
+
+from __future__ import annotations
+
+DAEMON = {
+    "open_runs": "runs that have not ended, now",
+    "open_tasks": "tasks of those runs that have not ended, now",
+    "queued_tasks": "tasks that are ready and wait for a device, now",
+    "kept_runs": "ended runs kept in memory, now",
+    "deadlines": "deadlines and timeouts that are watched, now",
+    "held_bytes": "inputs, outputs and tensors of all runs in memory, now",
+    "turns": "turns of the daemon's loop",
+    "store_pending_bytes": "bytes handed to the store and not yet on disk, now",
+    "store_committed": "records of the store that are on disk",
+    "uptime_s": "seconds since the start",
+    "tensors": "tensors in rings and clients' memory, now",
+    "tensor_bytes": "bytes of those",
+    "segments": "rings and clients' memory that the daemon has mapped, now",
+}
+MEMORY = {
+    "loaded_pages": "pages brought up from a lower tier, or in from a ring",
+    "loaded_bytes": "bytes of those",
+    "stored_pages": "pages written to a lower tier",
+    "stored_bytes": "bytes of those",
+    "relocated_pages": "pages moved within a tier, so that free memory is in one piece",
+    "relocated_bytes": "bytes of those",
+    "copied_pages": "pages copied for a second writer",
+    "copied_bytes": "bytes of those",
+    "faults": "pages that could not be read or written",
+    "open_moves": "moves that have not ended, now",
+}
+ENGINE = {
+    "waiting": "sequences that wait for pages, now",
+    "loading": "sequences whose pages are on their way, now",
+    "live": "sequences that are computed, now",
+    "retained": "sequences kept for steps that go on from them, now",
+    "frames": "pages that the device could have for the model",
+    "frames_free": "of those, the free ones, now",
+    "prompt_tokens": "prompt tokens computed",
+    "shared_tokens": "prompt tokens taken over from another step's pages",
+    "answer_tokens": "tokens answered",
+    "chunks": "chunks of passes that were run",
+    "recalled_chunks": "chunks taken back before they began",
+    "dropped_sequences": "retained sequences that gave way",
+}
+_SUFFIXES = sorted(ENGINE.items(), key=lambda item: -len(item[0]))  # `frames_free` before what it ends in
+
+
+def meaning(name: str) -> str:
+    """In words; empty for a counter of another version."""
+    if name in DAEMON:
+        return DAEMON[name]
+    if name.startswith("done_"):
+        return f"tasks that ended on {name.removeprefix('done_')}"
+    if name.startswith("memory_"):
+        return MEMORY.get(name.removeprefix("memory_"), "")
+    for suffix, text in _SUFFIXES:
+        if name.endswith(f"_{suffix}"):
+            device, _, model = name.removesuffix(f"_{suffix}").partition("_")
+            return f"{text} ({model} on {device})"
+    return ""
