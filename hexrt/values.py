@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -48,6 +49,10 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "dtype")
 
 
+_name_of = lru_cache(maxsize=64)(attrgetter("name"))
+"""NumPy works a dtype's name out in 4 us, each time."""
+
+
 def tensor(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
     """The extension that carries an array, or the plain number of one without dimensions. Raises TypeError for a dtype that cannot be sent.
 
@@ -64,9 +69,9 @@ def tensor(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
     if array.ndim == 0:
         return array.item()
     if place is not None and array.nbytes > INLINE_BYTES and (handle := place(array)) is not None:
-        return descriptor(handle, array.dtype.name, array.shape)
+        return descriptor(handle, _name_of(array.dtype), array.shape)
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return msgspec.msgpack.Ext(TENSOR, _encoder.encode((array.dtype.name, array.shape, content)))
+    return msgspec.msgpack.Ext(TENSOR, _encoder.encode((_name_of(array.dtype), array.shape, content)))
 
 
 def descriptor(handle: int, dtype: str, shape: Sequence[int]) -> msgspec.msgpack.Ext:
@@ -121,7 +126,13 @@ def _encode_hook(value: Any, place: Callable[[Any], int | None] | None = None) -
     raise TypeError(f"a value of type {type(value).__name__} cannot be sent")
 
 
-def _decode_hook(code: int, data: memoryview, tensors: Callable[[int], memoryview] | None = None) -> Any:
+def _decode_hook(
+    code: int,
+    data: memoryview,
+    tensors: Callable[[int], memoryview] | None = None,
+    note: Callable[[int, Any], None] | None = None,
+) -> Any:
+    handle = -1
     if code == TENSOR:
         dtype, shape, content = _tensor.decode(data)
     elif code == DESCRIPTOR and tensors is not None:
@@ -132,13 +143,23 @@ def _decode_hook(code: int, data: memoryview, tensors: Callable[[int], memoryvie
     import numpy as np
 
     _check_bytes(dtype, shape, content)
-    return np.frombuffer(content.toreadonly(), np.dtype(dtype)).reshape(shape)
+    flat = np.frombuffer(content.toreadonly(), np.dtype(dtype))
+    if note is not None and handle >= 0:
+        note(handle, flat)
+    return flat.reshape(shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 _decoder = msgspec.msgpack.Decoder(ext_hook=_decode_hook)
 _tensor = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], memoryview])
 _described = msgspec.msgpack.Decoder(tuple[int, str, tuple[int, ...]])
+
+
+def decoder_from(
+    tensors: Callable[[int], memoryview], note: Callable[[int, Any], None] | None = None
+) -> msgspec.msgpack.Decoder[Any]:
+    """For many calls of `decode` with one `tensors`. `note` is told of each descriptor its handle and the array that is the `base` of what it became."""
+    return msgspec.msgpack.Decoder(ext_hook=partial(_decode_hook, tensors=tensors, note=note))
 
 
 def encoder_to(place: Callable[[Any], int | None]) -> msgspec.msgpack.Encoder:
@@ -167,7 +188,7 @@ def decode(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview] | None
     """
     if tensors is None:
         return _decoder.decode(raw)
-    return msgspec.msgpack.Decoder(ext_hook=partial(_decode_hook, tensors=tensors)).decode(raw)
+    return decoder_from(tensors).decode(raw)
 
 
 def names_any(raw: bytes | msgspec.Raw) -> bool:
@@ -199,10 +220,19 @@ def handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
     """Of the descriptors inside, each once, in their order; none where the value is damaged."""
     if _mark.search(raw) is None:
         return ()
+    return _small_handles(bytes(raw)) if len(raw) <= SMALL_BYTES else _handles(raw)
+
+
+def _handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
     try:
         return tuple(described(raw))
     except (msgspec.MsgspecError, ValueError):
         return ()
+
+
+SMALL_BYTES = 512
+_small_handles = lru_cache(maxsize=1024)(_handles)
+"""The daemon asks about the same output some eight times."""
 
 
 def inline(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview]) -> msgspec.Raw:

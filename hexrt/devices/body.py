@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from hexrt.devices.tensors import Desk, Memory, Output, Placing
-from hexrt.errors import BadRequest, ErrorRecord, HexrtError, NotFound, TaskFailed, Unavailable
+from hexrt.devices.tensors import NONE_GIVEN, Desk, Given, Memory, Output, Placing
+from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
 from hexrt.ops.spec import OpSpec, StepContext
 from hexrt.protocol.host import Hello, Launch
-from hexrt.values import decode, encode, encoder_to, pick
+from hexrt.values import decoder_from, encode, encoder_to, pick
 
 EMPTY = b"\x80"
 MAX_MESSAGE = 2_000
-NONE_GIVEN: Mapping[int, memoryview] = MappingProxyType({})
 NO_OUTPUTS: Mapping[int, Output] = MappingProxyType({})
 
 
@@ -56,8 +54,8 @@ class Bodies:
         self._hello = hello
         self._max_output_bytes = max_output_bytes
         self._desk = Desk(memory, hello.host_epoch)
-        self._encoder = encoder_to(self._place)
-        self._given: Mapping[int, memoryview] = NONE_GIVEN  # these two: of the output that is being encoded
+        self._encoder, self._decoder = encoder_to(self._place), decoder_from(self._tensor, self._note)
+        self._given = NONE_GIVEN  # these two: of what is being decoded or encoded
         self._placing: Placing | None = None
         self._cache: dict[tuple[str, int], tuple[Callable[..., Any], Any, list[tuple[str, Any]], dict[str, Any]]] = {}
 
@@ -77,28 +75,29 @@ class Bodies:
         self._cache[name, part] = found
         return found
 
-    def given(self, launch: Launch, local: Mapping[int, Output] = NO_OUTPUTS) -> Mapping[int, memoryview]:
-        """The tensors that the inputs of `launch` may name, by handle; `local` are the outputs of earlier launches that it may take."""
-        views = self._desk.given(launch.tensors) if launch.tensors else NONE_GIVEN
+    def given(self, launch: Launch, local: Mapping[int, Output] = NO_OUTPUTS) -> Given:
+        """The tensors that the inputs of `launch` may name; `local` are the outputs of earlier launches that it may take."""
+        views = self._desk.views(launch.tensors) if launch.tensors else {}
         if local:
             for binding in launch.bindings:
-                if binding.local and (more := local[binding.local].views):
-                    views = {**views, **more}
-        return views
+                if binding.local:
+                    views.update(local[binding.local].views)
+        return Given(views) if views else NONE_GIVEN
 
     def prepare(
-        self, launch: Launch, local: Mapping[int, Output] = NO_OUTPUTS, given: Mapping[int, memoryview] = NONE_GIVEN
+        self, launch: Launch, local: Mapping[int, Output] = NO_OUTPUTS, given: Given = NONE_GIVEN
     ) -> tuple[Callable[..., Any], StepContext, Any, dict[str, Any]]:
         """The body of `launch` and its three arguments. Raises HexrtError where they cannot be made."""
-        find = partial(_find_tensor, given) if given else None
+        self._given = given
+        read = self._decoder.decode
         run, params_decoder, typed, settings = self._cache.get((launch.op, launch.part)) or self._find(
             launch.op, launch.part
         )
-        inputs: dict[str, Any] = {} if launch.inputs == EMPTY else decode(launch.inputs, find)
+        inputs: dict[str, Any] = {} if launch.inputs == EMPTY else read(launch.inputs)
         for binding in launch.bindings:
             if binding.to:
                 value = local[binding.local].raw if binding.local else binding.value
-                put(inputs, binding.to, decode(pick(value, binding.path), find))
+                put(inputs, binding.to, read(pick(value, binding.path)))
         for port, kind in typed:
             if port in inputs:
                 try:
@@ -112,12 +111,18 @@ class Bodies:
         )  # fmt: skip
         return run, context, params_decoder.decode(launch.params), inputs
 
+    def _tensor(self, handle: int) -> memoryview:
+        return self._given.find(handle)
+
+    def _note(self, handle: int, flat: Any) -> None:
+        self._given.note(handle, flat)
+
     def _place(self, array: Any) -> int | None:
         if self._placing is None:
             self._placing = Placing(self._desk, self._given)
         return self._placing.place(array)
 
-    def encode(self, output: Any, given: Mapping[int, memoryview] = NONE_GIVEN) -> Output:
+    def encode(self, output: Any, given: Given = NONE_GIVEN) -> Output:
         """Encodes what a body returned that had these tensors. Raises TaskFailed where it cannot be sent or is too large."""
         self._given, self._placing = given, None
         done = None
@@ -143,10 +148,3 @@ class Bodies:
     def run(self, launch: Launch) -> bytes:
         """Runs a plain body to its end and returns its encoded output."""
         return self.carry_out(launch).raw
-
-
-def _find_tensor(given: Mapping[int, memoryview], handle: int) -> memoryview:
-    try:
-        return given[handle]
-    except KeyError:
-        raise NotFound(f"there is no tensor {handle} among the inputs") from None

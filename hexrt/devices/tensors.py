@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hexrt.errors import InvariantViolation, TaskFailed
+from hexrt.errors import InvariantViolation, NotFound, TaskFailed
 from hexrt.memory.ring import RingWriter, WriteSlot
 from hexrt.protocol.host import Located, Made
 from hexrt.values import first_handle
@@ -35,6 +35,33 @@ class Output(msgspec.Struct, frozen=True, gc=False):
     views: Mapping[int, memoryview] = {}
 
 
+class Given:
+    """The tensors that the inputs of one launch may name: a view of each, and the arrays that they became."""
+
+    __slots__ = ("flats", "views")
+
+    def __init__(self, views: Mapping[int, memoryview]) -> None:
+        self.views = views
+        self.flats: dict[int, tuple[int, Any]] = {}  # by identity: the handle and the array
+
+    def find(self, handle: int) -> memoryview:
+        try:
+            return self.views[handle]
+        except KeyError:
+            raise NotFound(f"there is no tensor {handle} among the inputs") from None
+
+    def note(self, handle: int, flat: Any) -> None:
+        self.flats[id(flat)] = handle, flat
+
+    def handle_of(self, array: Any) -> int | None:
+        """Of an array that is one of these, whole and in order."""
+        found = self.flats.get(id(array.base))
+        return found[0] if found is not None and array.nbytes == found[1].nbytes and array.flags.c_contiguous else None
+
+
+NONE_GIVEN = Given({})
+
+
 class Desk:
     """Gives each launch of one host its tensors, and makes the handles of new ones."""
 
@@ -44,7 +71,7 @@ class Desk:
         self._serial = 0
         self._ring: tuple[int, RingWriter] | None = None
 
-    def given(self, located: Iterable[Located]) -> dict[int, memoryview]:
+    def views(self, located: Iterable[Located]) -> dict[int, memoryview]:
         if self._memory is None:
             raise InvariantViolation("this host has no shared memory")
         return {at.handle: self._memory.view(at.place, at.offset, at.bytes).toreadonly() for at in located}
@@ -65,33 +92,29 @@ class Desk:
 
 
 class Placing:
-    """Takes the large arrays of one output. `given` are the launch's own tensors: an array that is one of them, whole, is passed on."""
+    """Takes the large arrays of one output. An array that is one of those `given`, whole, is passed on."""
 
-    def __init__(self, desk: Desk, given: Mapping[int, memoryview]) -> None:
+    def __init__(self, desk: Desk, given: Given) -> None:
         self._desk = desk
         self._ring = desk.ring()
         self._given = given
-        self._known: dict[tuple[int, int], int] | None = None  # address and bytes -> handle
-        self._kept: list[Any] = []  # so that no address is used again meanwhile
+        self._known: dict[int, tuple[int, Any]] = {}  # by identity: the handle and the array
         self._slots: list[tuple[int, WriteSlot]] = []
         self._passed: dict[int, None] = {}
         self.bytes = 0  # of the tensors named so far
 
     def place(self, array: Any) -> int | None:
         """Its handle, the bytes being in the ring now or where they were; None where there is no room."""
-        at = (array.__array_interface__["data"][0], array.nbytes) if array.flags.c_contiguous else None
-        if self._known is None:
-            self._known = {(address_of(view), len(view)): handle for handle, view in self._given.items()}
-        handle = self._known.get(at) if at is not None else None
-        if handle is None:
+        handle = self._given.handle_of(array)
+        if handle is not None:
+            self._passed[handle] = None
+        elif (known := self._known.get(id(array))) is not None:
+            handle = known[0]
+        else:
             handle = self._fill(array)
             if handle is None:
                 return None
-            if at is not None:
-                self._known[at] = handle
-                self._kept.append(array)
-        elif handle in self._given:
-            self._passed[handle] = None
+            self._known[id(array)] = handle, array
         self.bytes += array.nbytes
         return handle
 
@@ -114,9 +137,9 @@ class Placing:
         if not self._slots and not self._passed:
             return Output(raw)
         made = [Made(handle, slot.slot, slot.offset, slot.bytes) for handle, slot in self._slots]
-        made += [Made(handle, -1, 0, len(self._given[handle])) for handle in self._passed]
+        made += [Made(handle, -1, 0, len(self._given.views[handle])) for handle in self._passed]
         views = {handle: slot.view.toreadonly() for handle, slot in self._slots}
-        views.update((handle, self._given[handle]) for handle in self._passed)
+        views.update((handle, self._given.views[handle]) for handle in self._passed)
         for _, slot in self._slots:
             assert self._ring is not None
             self._ring.commit(slot)
@@ -127,9 +150,3 @@ class Placing:
         for _, slot in self._slots:
             assert self._ring is not None
             self._ring.abort(slot)
-
-
-def address_of(view: memoryview) -> int:
-    import numpy as np
-
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
