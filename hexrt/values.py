@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -196,14 +197,18 @@ def names_any(raw: bytes | msgspec.Raw) -> bool:
     return _mark.search(raw) is not None
 
 
-def described(raw: bytes | msgspec.Raw) -> dict[int, int]:
-    """The handles of the descriptors inside, each once, in their order, and how many bytes each should have.
+def described(raw: bytes | msgspec.Raw) -> Mapping[int, int]:
+    """The handles of the descriptors inside, each once, in their order, and how many bytes each should have; not to be changed.
 
     Raises msgspec.DecodeError or ValueError where the value or a descriptor is damaged, or two of one handle differ in size.
     """
-    found: dict[int, int] = {}
     if _mark.search(raw) is None:
-        return found
+        return _NONE
+    return _describe_small(bytes(raw)) if len(raw) <= SMALL_BYTES else _describe(raw)
+
+
+def _describe(raw: bytes | msgspec.Raw) -> Mapping[int, int]:
+    found: dict[int, int] = {}
 
     def note(code: int, data: memoryview) -> None:
         if code == DESCRIPTOR:
@@ -216,23 +221,18 @@ def described(raw: bytes | msgspec.Raw) -> dict[int, int]:
     return found
 
 
+SMALL_BYTES = 512
+_NONE: Mapping[int, int] = MappingProxyType({})
+_describe_small = lru_cache(maxsize=1024)(_describe)
+"""The daemon asks about the same output some eight times."""
+
+
 def handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
     """Of the descriptors inside, each once, in their order; none where the value is damaged."""
-    if _mark.search(raw) is None:
-        return ()
-    return _small_handles(bytes(raw)) if len(raw) <= SMALL_BYTES else _handles(raw)
-
-
-def _handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
     try:
         return tuple(described(raw))
     except (msgspec.MsgspecError, ValueError):
         return ()
-
-
-SMALL_BYTES = 512
-_small_handles = lru_cache(maxsize=1024)(_handles)
-"""The daemon asks about the same output some eight times."""
 
 
 def inline(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview]) -> msgspec.Raw:
