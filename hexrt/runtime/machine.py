@@ -113,11 +113,11 @@ def _held(brain: Brain, runs: Iterable[Run], uid: int | None) -> tuple[TensorTot
         if not run.tensors and run.id not in pages:
             continue
         tensors = list((run.tensors or {}).values())
-        _add(totals, tensors, pool)
+        tensor_bytes = sum([tensor.bytes for tensor in tensors])
+        _add(totals, tensors, tensor_bytes, pool)
         if uid is None or run.uid == uid:
             own = pages.get(run.id, ())
             page_bytes = sum(pool.span(page) * pool.page_bytes(pool.cls(page)) for page in own)
-            tensor_bytes = sum(tensor.bytes for tensor in tensors)
             holders.append(
                 Holder(run.id, run.name, run.uid, run.state, len(own), page_bytes, len(tensors), tensor_bytes)
             )
@@ -125,8 +125,11 @@ def _held(brain: Brain, runs: Iterable[Run], uid: int | None) -> tuple[TensorTot
     return TensorTotals(**totals), tuple(largest)
 
 
-def _add(totals: dict[str, int], tensors: Sequence[Tensor], pool: PagePool) -> None:
-    for tensor in tensors:
-        where = "segment" if tensor.page < 0 else "host" if pool.has(tensor.page, Level.HOST) else "nvme"
+def _add(totals: dict[str, int], tensors: Sequence[Tensor], tensor_bytes: int, pool: PagePool) -> None:
+    paged = [tensor for tensor in tensors if tensor.page >= 0]  # most are not, and there may be many
+    totals["segment_tensors"] += len(tensors) - len(paged)
+    totals["segment_bytes"] += tensor_bytes - sum(tensor.bytes for tensor in paged)
+    for tensor in paged:
+        where = "host" if pool.has(tensor.page, Level.HOST) else "nvme"
         totals[f"{where}_tensors"] += 1
         totals[f"{where}_bytes"] += tensor.bytes
