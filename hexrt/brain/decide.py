@@ -281,6 +281,8 @@ class Brain:
                 raise TaskFailed(
                     f"its inputs have {size} bytes, more than the {MAX_LAUNCH_BYTES} that one task can be given"
                 )
+            if tensors:
+                self.staging.check_fits(tensors)
         except HexrtError as error:
             out.events.append(Failed(task.run.id, node.index, task.part, task.attempt, device.name, now_ns, now_ns, ErrorRecord(error.kind, error.message, node.id)))  # fmt: skip
             return

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from hexrt.brain.ahead import steps_until
 from hexrt.core import TaskState
+from hexrt.errors import OutOfMemory
 from hexrt.events import TensorsLost
+from hexrt.memory.frames import GRANULE
 from hexrt.memory.keeper import Keeper
 from hexrt.memory.pool import NEVER, Level, Page
 from hexrt.protocol.host import HOST
@@ -37,6 +39,7 @@ class Staging:
         self._holding = holding
         holding.pages = self
         keeper.when_freed.append(self._frames_freed)
+        self.paged: dict[Page, Tensor] = {}
         self._waits: dict[int, _Wait] = {}  # by the task's id
         self._unstarted: list[Task] = []  # there was no room, or somebody else moves their pages
         self.again: list[Task] = []  # to be queued again
@@ -59,6 +62,7 @@ class Staging:
             else:
                 arrived(tensor)
                 tensor.place, tensor.offset, tensor.slot, tensor.page = HOST, 0, -1, page
+                self.paged[page] = tensor
                 self._pool.set_next_use((page,), self._next_use(run, tensor))
                 if not tensor.is_kept:
                     self._pool.unpin((page,))
@@ -100,6 +104,7 @@ class Staging:
         if tensor.is_kept:
             self._pool.unpin((tensor.page,))
         self._pool.release((tensor.page,))
+        del self.paged[tensor.page]
         self._keeper.attend()
 
     def offset(self, tensor: Tensor) -> int:
@@ -125,6 +130,15 @@ class Staging:
         elif any(map(pool.moving, absent)) or not self._fetch(task, absent):
             self._unstarted.append(task)
         return False
+
+    def check_fits(self, tensors: Sequence[Tensor]) -> None:
+        """Raises OutOfMemory where these can never be in HOST at one time."""
+        spans = sum(self._pool.span(tensor.page) for tensor in tensors if tensor.page >= 0)
+        if spans and spans > (capacity := self._pool.capacity(self._keeper.tensor_class())):
+            raise OutOfMemory(
+                f"what it reads has {spans * GRANULE >> 20} MiB in pages, and the memory they are read in {capacity * GRANULE >> 20}: "
+                "raise memory.host_mib, or let one step read less"
+            )
 
     def _fetch(self, task: Task, pages: list[Page]) -> bool:
         self._pool.pin(pages)

@@ -125,7 +125,8 @@ class Owner:
         for run in ended:
             self._brain.engines.run_ended(run.id)
         self._tell()
-        self._tensors.settle()
+        if self._tensors.settle():
+            self.wake()
         for run in ended:
             self.after(self.gate_of(run), lambda r=run: self._end(r))  # type: ignore[misc]
         if self.when_still is not None and not any(run.in_flight for run in table.runs.values()):
@@ -227,4 +228,5 @@ class Owner:
             if run.durability is not Durability.NONE:
                 self._store.close_run_later(ended_of(run, self._tensors.inline))
             self._on_closed(run)
-        self._tensors.relieve()
+        if self._tensors.relieve():
+            self.wake()

@@ -191,15 +191,14 @@ class Tensors:
 
     # --- turns --------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """The reports that were taken in have been applied: frees what nobody refers to."""
+    def settle(self) -> bool:
+        """The reports that were taken in have been applied: frees what nobody refers to. True where moves were begun, for the brain to send."""
         fresh, self._fresh = self._fresh, []
         for run, tensors in fresh:
             self._holding.let_go(run, tensors)
         if self._holding.released:
             self.collect()
-        if self._crowded:
-            self.relieve()
+        return self._crowded and self.relieve()
 
     def collect(self) -> None:
         """Frees what was released since the last time."""
@@ -224,9 +223,10 @@ class Tensors:
             segment.reader.release(tensor.slot)
         self._close_if_empty(segment)
 
-    def relieve(self) -> None:
+    def relieve(self) -> bool:
         """Begins to move tensors that nobody reads out of crowded rings into HOST: all out of rings of dead hosts, else down to half a ring."""
         self._crowded = self._blocked = False
+        began = False
         for segment in list(self._with_slots.values()):
             over = segment.live_bytes - (segment.bytes // 2 if segment.filling else 0)
             for tensor, run in list(segment.live.values()):
@@ -237,7 +237,9 @@ class Tensors:
                     continue
                 if not self._staging.adopt(run, tensor, self._leave):
                     self._blocked = True  # what finds no room in a ring goes inline meanwhile
-                    return
+                    return began
+                began = True
+        return began
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -292,9 +294,10 @@ class Tensors:
     # --- whether all is well ------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, float]:
+        paged = self._staging.paged.values()
         return {
-            "tensors": float(sum(len(s.live) for s in self._segments.values())),
-            "tensor_bytes": float(sum(s.live_bytes for s in self._segments.values())),
+            "tensors": float(sum(len(s.live) for s in self._segments.values()) + len(paged)),
+            "tensor_bytes": float(sum(s.live_bytes for s in self._segments.values()) + sum(t.bytes for t in paged)),
             "segments": float(len(self._segments)),
         }
 
@@ -303,7 +306,7 @@ class Tensors:
         assert not self._fresh and not self._holding.released, "between turns nothing is being taken in or given back"
         owned = {id(tensor): tensor for run in runs for tensor in (run.tensors or {}).values()}
         lying = {id(tensor): tensor for segment in self._segments.values() for tensor, _ in segment.live.values()}
-        lying |= {id(tensor): tensor for tensor in owned.values() if tensor.page >= 0}
+        lying |= {id(tensor): tensor for tensor in self._staging.paged.values()}
         assert owned.keys() == lying.keys(), f"{len(owned)} tensors are owned, {len(lying)} lie in segments or pages"
         for segment in self._segments.values():
             assert segment.live or segment.filling, f"segment {segment.place} is kept for nothing"

@@ -1,0 +1,187 @@
+"""Tensors that outgrow their rings and HOST: they come back as they were, or are made again, or their run says what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hexrt.core import DeviceKind, RunState
+from hexrt.devices.link import HostLink
+from hexrt.memory.pool import Level
+from hexrt.runtime.entities import Run
+from hexrt.workflow.model import StepSpec, Workflow
+from tests.seeds import seeds
+from tests.tensor_bodies import make, total
+from tests.tensor_rig import Rig, call, ref, rigged
+
+Scene = tuple[Rig, asyncio.Runner]
+MEMORY = {"ring_mib": 1, "host_mib": 4, "nvme_mib": 64}
+NUMBERS = 96_000
+"""Of one tensor: some more than a third of a ring."""
+COUNT = 30
+"""Of tensors that wait together: nearly three times as much as HOST holds."""
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with rigged(tmp_path, memory=MEMORY) as found:
+        rig, runner = found
+        rig.daemon.brain.engines.keeper.wants_disk = True  # else the first tensors go inline while its host starts
+        rig.service.owner.wake()
+        runner.run(rig.until(lambda: "disk:0" in rig.daemon.brain.devices and rig.daemon.brain.devices["disk:0"].ready))
+        yield found
+        runner.run(rig.until(lambda: not len(rig.daemon.brain.engines.keeper.traffic)))
+        rig.daemon.brain.engines.keeper.check_integrity()
+        rig.daemon.brain.staging.check_integrity(idle=True)
+        rig.check_empty()
+        assert rig.daemon.brain.engines.keeper.pool.tiers[0].pages == 0, "a page of HOST is left"
+
+
+def many(idempotent: bool = True, **reader: Any) -> Workflow:
+    """COUNT tensors, each read by a step of its own once all are there."""
+    made = [call(f"make{i}", "make", NUMBERS, idempotent, seed=i) for i in range(COUNT)]
+    made = [msgspec.structs.replace(step, after=(f"make{i - 1}",) if i else ()) for i, step in enumerate(made)]
+    there = StepSpec("there", "noop", inputs={"value": 1}, after=tuple(step.id for step in made))
+    read = [
+        StepSpec(
+            f"read{i}",
+            "map.python",
+            {"function": "tests.tensor_bodies:total"},
+            {"value": ref(f"make{i}")},
+            after=("there",),
+        )
+        for i in range(COUNT)
+    ]
+    return Workflow((*made, there, *read), outputs={f"read{i}": ref(f"read{i}") for i in range(COUNT)})
+
+
+EXPECTED = {f"read{i}": total(make(NUMBERS, i)) for i in range(COUNT)}
+
+
+def disk(rig: Rig) -> HostLink:
+    return next(link for link in rig.links if link.device == "disk:0")
+
+
+def in_nvme_alone(rig: Rig) -> int:
+    pool = rig.daemon.brain.engines.keeper.pool
+    return sum(pool.has(page, Level.NVME) and not pool.has(page, Level.HOST) for page in rig.daemon.brain.staging.paged)
+
+
+def hold_back_readers(rig: Rig) -> Any:
+    """Takes away the devices that steps run on once all tensors are made; returns what gives them back."""
+    pools = [d for d in rig.daemon.brain.devices.values() if d.kind is DeviceKind.POOL]
+
+    def set_ready(ready: bool) -> None:
+        for device in pools:
+            device.ready = ready
+        rig.service.owner.wake()
+
+    return set_ready
+
+
+def made_all(run: Run) -> bool:
+    return sum(step.state.name == "DONE" for step in run.steps if step.node.id.startswith("make")) == COUNT
+
+
+async def held(rig: Rig, workflow: Workflow) -> tuple[Run, Any]:
+    """A run whose tensors are made and whose readers have no device yet; some of the tensors lie in NVME alone."""
+    set_ready = hold_back_readers(rig)
+    run = await rig.submit(workflow)
+    await rig.until(lambda: made_all(run) or run.ended_ns > 0)
+    set_ready(False)
+    await rig.until(lambda: in_nvme_alone(rig) >= 3 and not len(rig.daemon.brain.engines.keeper.traffic))
+    return run, set_ready
+
+
+def test_more_tensors_than_host_holds_come_back_as_they_were(scene: Scene) -> None:
+    rig, runner = scene
+    assert runner.run(rig.run(many())) == EXPECTED
+    moved = rig.daemon.brain.engines.keeper.statistics()
+    assert moved.stored_pages > 0 and moved.loaded_pages > 0
+    attempts = runner.run(rig.service.timeline(*_newest(rig))).attempts
+    assert sum(a.pages_migrated for a in attempts) > 0
+    assert all((a.migration_bytes == 4 * NUMBERS) == (a.pages_migrated == 1) for a in attempts)
+
+
+def _newest(rig: Rig) -> tuple[Any, Any]:
+    from tests.tensor_rig import ME
+
+    return ME, list(rig.table.runs)[-1]
+
+
+def test_a_step_that_reads_more_than_host_can_hold_fails_by_name(scene: Scene) -> None:
+    rig, runner = scene
+    made = [call(f"make{i}", "make", NUMBERS, seed=i) for i in range(COUNT)]
+    mean = call("mean", "mean", [ref(f"make{i}") for i in range(COUNT)])
+    result, _ = runner.run(_result_of(rig, Workflow((*made, mean), outputs={"mean": ref("mean")})))
+    assert result.state is RunState.FAILED
+    assert result.errors["mean"].kind == "out_of_memory"
+    assert "memory.host_mib" in result.errors["mean"].message
+
+
+async def _result_of(rig: Rig, workflow: Workflow) -> Any:
+    return await rig.result(await rig.submit(workflow))
+
+
+def scribble(rig: Rig) -> None:
+    """Spoils every page in the file of the NVME tier."""
+    for entry in Path(f"/proc/{disk(rig).pid}/fd").iterdir():
+        if str(entry.readlink()).startswith(str(rig.daemon._directory)) and entry.stat().st_size == 64 << 20:
+            fd = os.open(entry, os.O_RDWR)
+            os.pwrite(fd, os.urandom(64 << 20), 0)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+            return
+    raise AssertionError("the page file was not found")
+
+
+def test_what_a_spoilt_disk_gives_back_is_noticed_and_made_again(scene: Scene) -> None:
+    rig, runner = scene
+    run, set_ready = runner.run(held(rig, many()))
+    scribble(rig)
+    set_ready(True)
+    _, found = runner.run(rig.result(run))
+    assert found == EXPECTED
+    tier = rig.daemon.brain.engines.keeper.pool.tiers[1]
+    assert "checksum" in tier.degraded
+    assert any(record.state == "lost" for record in run.history)
+
+
+def test_a_run_whose_lost_tensor_may_not_be_made_twice_ends_by_its_name(scene: Scene) -> None:
+    rig, runner = scene
+    run, set_ready = runner.run(held(rig, many(idempotent=False)))
+    scribble(rig)
+    set_ready(True)
+    result, _ = runner.run(rig.result(run))
+    assert result.state is RunState.FAILED
+    (error,) = {(e.kind, e.where[:4]) for e in result.errors.values() if e.kind == "device_lost"}
+    assert error == ("device_lost", "make")
+    assert any("may not run twice" in e.message for e in result.errors.values())
+
+
+@pytest.mark.parametrize("seed", seeds(3, 200))
+def test_a_disk_host_killed_while_pages_move_costs_no_answer(scene: Scene, seed: int) -> None:
+    rig, runner = scene
+    keeper = rig.daemon.brain.engines.keeper
+
+    async def story() -> dict[str, Any]:
+        run = await rig.submit(many())
+        moves = 1 + seed * 7 % 40  # kill after so many pages have moved
+        await rig.until(
+            lambda: keeper.statistics().stored_pages + keeper.statistics().loaded_pages >= moves or run.ended_ns > 0
+        )
+        if any(link.device == "disk:0" for link in rig.links):
+            os.kill(disk(rig).pid, signal.SIGKILL)
+        result, found = await rig.result(run)
+        assert result.state is RunState.SUCCEEDED, result.errors
+        return found
+
+    assert runner.run(story()) == EXPECTED
