@@ -111,7 +111,7 @@ class Tensors:
         del self._segments[segment.place]
         self._with_slots.pop(segment.place, None)
         os.close(segment.fd)
-        for link in self._rings:
+        for link in list(self._rings):  # one may be found dead by this very message
             if segment.place in link.mapped:
                 link.unmap(segment.place)
 
