@@ -26,6 +26,7 @@ from hexrt.protocol.host import (
     Token,
 )
 from tests.llm_desk import CANCELLED, PAGE_BYTES, Desk, ask
+from tests.seeds import seeds
 
 PAGE = 4
 Cells = list[int | None]
@@ -60,6 +61,11 @@ class Machine:
             self.prompts.setdefault(message.sequence, [])
         elif isinstance(message, Release):
             self.tables.pop(message.sequence, None)
+
+    def lose(self, place: int) -> None:
+        self.memory = {at: cells for at, cells in self.memory.items() if at[0] != place}
+        if place == 0:
+            self.tables.clear()
 
     def _cells(self, sequence: int, position: int) -> tuple[Cells, int]:
         frame = self.tables[sequence][position // PAGE]
@@ -133,6 +139,7 @@ class Play:
         self.asked: dict[int, SequenceRequest] = {}
         self.cancelled: set[int] = set()
         self.fault_rate = self.chance.choice([0, 0, 0.1])
+        self.death_rate = self.chance.choice([0, 0, 0.02])
 
     def _ask(self) -> None:
         chance, key = self.chance, len(self.asked)
@@ -146,6 +153,19 @@ class Play:
                 request = replace(request, ids=said + tuple(range(200, 200 + chance.randint(1, 6))))
         self.desk.engine.add(request, 0)
         self.asked[key] = request
+
+    def _lose(self, device: str) -> None:
+        """A host dies: what it was to do never happens, its memory is gone, and what it had not ended is asked for again."""
+        desk = self.desk
+        desk.copies = [(name, copy) for name, copy in desk.copies if name != device]
+        self.machine.lose(0 if device == "cpu:0" else NVME)
+        desk.keeper.device_lost(device)
+        if device == "cpu:0":
+            self.queue.clear()
+            for key in sorted(desk.engine.device_lost()):  # type: ignore[type-var]
+                answered = tuple(t for o in self.outcomes.get(key, ()) if isinstance(o, Emitted) for t in o.ids)
+                desk.engine.add(replace(self.asked[key], answered=answered), 0)  # type: ignore[index]
+        desk.engine.check_integrity()
 
     def _send(self) -> None:
         for message in self.desk.decide():
@@ -167,6 +187,8 @@ class Play:
             desk.engine.cancel(victim)
         if self.asked and chance.random() < 0.1:
             desk.engine.will_be_read(chance.choice(sorted(self.asked)), chance.choice([1, 2, 9]))
+        if chance.random() < self.death_rate:
+            self._lose(chance.choice(["cpu:0", "disk:0"]))
         desk.keeper.attend()
         self._send()
         if desk.copies and (not self.queue or chance.random() < 0.5):
@@ -214,3 +236,13 @@ def test_a_page_reads_as_it_was_written_whatever_moved_between(
     keeper = play.desk.keeper
     keeper.check_integrity()
     assert play.desk.engine.statistics().frames_free == frames
+
+
+@pytest.mark.parametrize("seed", seeds(4, 1000))
+def test_histories_with_deaths_and_faults_read_what_was_written(seed: int) -> None:
+    chance = random.Random(seed)
+    play = Play(seed, chance.randint(14, 30), chance.randint(1, 30), chance.randint(0, 60), chance.choice(["lru", "next_use"]))  # fmt: skip
+    play.run()
+    play.check()
+    play.desk.keeper.check_integrity()
+    assert play.desk.engine.statistics().frames_free == play.desk.engine.pages.capacity
