@@ -6,6 +6,8 @@ import fcntl
 import mmap
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from hexrt.errors import BadRequest, InvariantViolation, OutOfMemory
 from hexrt.memory.gaps import Gaps
 from hexrt.memory.ring import ReadSlot, Ring, RingReader, RingWriter, WriteSlot, wake_fd
 from hexrt.memory.ring_memory import FIRST, LINE, RELEASED, data_start
+from tests.running import ROOT
 
 PAGE = mmap.PAGESIZE
 pytestmark = pytest.mark.timeout(60)
@@ -107,6 +110,29 @@ def test_an_offset_counts_from_the_start_of_the_memfd_and_is_aligned_for_any_ten
         assert slot.offset % 64 == 0 and data_start(8) % PAGE == 0
         slot = None  # type: ignore[assignment]
         writer.close()
+
+
+REOPEN = """
+import ctypes, os
+from hexrt.memory.ring import Ring
+if os.geteuid() == 0:
+    os.setresuid(1234, 1234, 1234)
+    ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE, which the change of identity took away: without it /proc/self/fd is root's
+with Ring.create(4096, 8) as ring:
+    fd = ring.reopen_read_only()
+    print(os.fstat(fd).st_size == ring.bytes)
+    try:
+        os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    except PermissionError:
+        print("refused")
+"""
+
+
+def test_who_was_given_a_ring_for_reading_cannot_open_it_for_writing_even_with_the_uid_of_its_maker() -> None:
+    with Ring.create(PAGE, 8) as ring:
+        assert os.fstat(ring.fd).st_mode & 0o777 == 0o400
+    done = subprocess.run([sys.executable, "-c", REOPEN], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["True", "refused"]
 
 
 def test_numpy_arrays_lie_in_a_slot_without_a_copy_and_cannot_be_written_by_the_reader() -> None:

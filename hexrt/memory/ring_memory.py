@@ -59,13 +59,18 @@ class Ring:
 
     @classmethod
     def create(cls, size: int, slots: int, most: int = 0) -> Ring:
-        """A ring of at least `size` bytes of data and `slots` slots, of which at most `most` (0: all) are taken at a time."""
+        """A ring of at least `size` bytes of data and `slots` slots, of which at most `most` (0: all) are taken at a time.
+
+        Its mode is 0400: who is handed `reopen_read_only()` cannot open it again for writing, unless he is root or means to (the mode is
+        its owner's to change).
+        """
         if size < 1 or not 1 <= slots <= MAX_SLOTS or not 0 <= most <= slots:
             raise InvariantViolation(f"a ring of {size} bytes, {slots} slots, at most {most}")
         whole = data_start(slots) + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("hexrt-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, whole)
+            os.fchmod(fd, 0o400)
             header = array("Q", [MAGIC, slots, most or slots, *[0] * (FIRST - 3)])
             header[READER_WAITS] = 1
             os.pwrite(fd, header.tobytes(), 0)
