@@ -148,7 +148,7 @@ def test_the_host_ends_when_the_daemon_is_gone_even_in_the_middle_of_a_run(tmp_p
 
 def test_language_models_are_refused(tmp_path: Path) -> None:
     with NpuHost(tmp_path) as host:
-        host.send(LoadModel(1, "m", "/nowhere", "float32", 1, 16), Chunk(2, "m", 1, ()))
+        host.send(LoadModel(1, "m", "/nowhere", "float32", 16), Chunk(2, "m", 1, ()))
         failed(host, 1, "unavailable")
         failed(host, 2, "unavailable")
 
