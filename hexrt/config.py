@@ -64,7 +64,7 @@ class Memory(_Section):
     nvme_path: str = ""  # "": pages in the state directory
     ring_mib: Positive = 64  # for the tensors that one host process has put out and nobody has moved yet
     policy: Literal["next_use", "lru"] = "next_use"
-    wait_s: Seconds = 30.0  # how long a step that holds something waits for the rest of its memory
+    wait_s: Seconds = 30.0  # how long a step may wait for a copy of pages, its expected time not counted; then the host that copies is replaced
 
 
 class Cpu(_Section):

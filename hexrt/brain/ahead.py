@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hexrt.core import TaskState
-from hexrt.runtime.entities import Run
+from hexrt.runtime.entities import Run, Task
+from hexrt.workflow.graph import ITEM
 
 PARENT_PORTS = (("continue_from",), ("prefix",))
 FAR = 64
@@ -27,6 +28,13 @@ def _chain(run: Run, index: int) -> int:
             break
         length += 1
     return length
+
+
+def parent_of(task: Task) -> tuple[bytes, int, int] | None:
+    """The key of the sequence that an LLM task's goes on from: that of an unmapped step whose whole output it is given."""
+    run = task.run
+    parents = [r.step for r in task.step.node.refs if r.to in PARENT_PORTS and not r.path and r.step != ITEM]
+    return (run.id, parents[0], 0) if parents and run.steps[parents[0]].node.map is None else None
 
 
 def heirs(run: Run, index: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from hexrt.brain.engines import Engines
+from hexrt.brain.models import check_fits
 from hexrt.brain.queue import ReadyQueue
 from hexrt.brain.staging import Staging
 from hexrt.brain.view import Device
@@ -85,7 +86,12 @@ class Brain:
         seen: set[tuple[str, str | None]] = set()
         for node in graph.nodes:
             if node.op.parts[-1].body is None:
-                self.engines.check(node, [d.name for d in self._devices(class_of(node, len(node.op.parts) - 1))])
+                check_fits(
+                    node,
+                    self.engines.models,
+                    self.engines.keeper,
+                    [d.name for d in self._devices(class_of(node, len(node.op.parts) - 1))],
+                )
             if (node.op.name, node.device) not in seen:
                 seen.add((node.op.name, node.device))
                 for part in range(len(node.op.parts)):
@@ -239,9 +245,15 @@ class Brain:
         return best, best_estimate
 
     def _place_engine(self, task: Task, ready: list[Device], now_ns: int) -> None:
-        """LLM parts go to the engine of a device, which batches them: to the one that has the pages, else with the fewest sequences."""
-        before = task.step.tasks[task.part - 1].device if task.op_part else ""
-        device = next((d for d in ready if d.name == before), None) or min(ready, key=lambda d: len(d.window))
+        """LLM parts go to the engine of a device, which batches them: to the one that has the pages or gets them soonest, with the fewest sequences."""
+        before, engines = task.step.tasks[task.part - 1].device if task.op_part else "", self.engines
+        device = next((d for d in ready if d.name == before), None)
+        if device is None:
+            device = (
+                ready[0]
+                if len(ready) == 1
+                else min(ready, key=lambda d: (engines.bring_ns(task, d.name), len(d.window)))
+            )
         task.work = self._work(task)
         estimate = self.cost.estimate(task.step.node.op.name, task.op_part, device.cost_name, task.work)
         task.learn = estimate.observe

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from hexrt.brain.ahead import PARENT_PORTS, heirs, steps_until
-from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource, check_fits
+from hexrt.brain.ahead import heirs, parent_of, steps_until
+from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource
 from hexrt.brain.view import Device
 from hexrt.core import TaskState
 from hexrt.errors import ErrorRecord, HexrtError
@@ -27,9 +27,10 @@ from hexrt.memory.pool import Page
 from hexrt.protocol.host import Chunk, Chunked, Copied, FromHost, HostFailed, HostFinished, LoadModel
 from hexrt.runtime.entities import Run, Task
 from hexrt.values import NIL, pick
-from hexrt.workflow.graph import ITEM, Node
+from hexrt.workflow.graph import ITEM
 
 Key = tuple[bytes, int, int]
+ELSEWHERE = 1 << 60
 CANCELLED = ErrorRecord("cancelled", "cancelled while it ran")
 CHUNK_NS, FIRST_CHUNK_NS, LOAD_NS = 30_000_000_000, 600_000_000_000, 1_800_000_000_000
 """How long a chunk may take at least, the first one of a model, and the loading of a model, before the host is taken for hung."""
@@ -81,7 +82,7 @@ def key_of(task: Task) -> Key:
 
 class Engines:
     def __init__(self, models: Mapping[str, ModelSource], keeper: Keeper, token_budget: int, passes: int) -> None:
-        self._models = models
+        self.models = models
         self.keeper = keeper
         keeper.when_freed.append(self._frames_freed)
         self._token_budget = token_budget
@@ -93,15 +94,11 @@ class Engines:
 
     # --- from the brain -----------------------------------------------------------------------------------------
 
-    def check(self, node: Node, devices: Iterable[str]) -> None:
-        """Raises BadRequest, naming the step, where its answer could never lie in the memory of any of these devices."""
-        check_fits(node, self._models, self.keeper, devices)
-
     def start(self, task: Task, device: str, now_ns: int) -> None:
         """A prefill or decode task was placed on `device`."""
         try:
             name = self._model_name(task)
-            check_numerics(task.step.node.params.numerics, name, self._models[name].dtype)  # type: ignore[attr-defined]
+            check_numerics(task.step.node.params.numerics, name, self.models[name].dtype)  # type: ignore[attr-defined]
         except HexrtError as error:
             self._fail(task, error.record(), now_ns)
             return
@@ -119,7 +116,7 @@ class Engines:
             self._add(entry, task, now_ns)
 
     def _model_name(self, task: Task) -> str:
-        return resolve_model(task.step.node.params.model, self._models)  # type: ignore[attr-defined]
+        return resolve_model(task.step.node.params.model, self.models)  # type: ignore[attr-defined]
 
     def _add(self, entry: Entry, task: Task, now_ns: int) -> None:
         assert entry.engine is not None
@@ -141,8 +138,7 @@ class Engines:
         node = step.node
         decode = step.tasks[key[2] + len(node.op.parts) - 1]
         tokenised = step.tasks[key[2]].output if node.op.parts[0].body is not None else _input(task, "prefix")
-        parents = [r.step for r in node.refs if r.to in PARENT_PORTS and not r.path and r.step != ITEM]
-        parent = next((run.id, s, 0) for s in parents) if parents and run.steps[parents[0]].node.map is None else None
+        parent = parent_of(task)
         return request_of(
             node.op.name, node.params, tokenised, tuple(decode.answered or ()), key, parent, self._is_parent(run, task),
             node.priority, "".join(decode.text or ()),
@@ -165,6 +161,14 @@ class Engines:
                             entry.engine.release(key)
                         else:
                             entry.engine.will_be_read(key, steps)
+
+    def bring_ns(self, task: Task, device: str) -> int:
+        """What it takes on a device to bring up the pages that the task's sequence goes on from; ELSEWHERE where they are not that device's."""
+        parent = parent_of(task)
+        if parent is None:
+            return 0
+        engines = [entry.engine for entry in self._entries.get(device, {}).values() if entry.engine is not None]
+        return min((ns for engine in engines if (ns := engine.bring_ns(parent)) is not None), default=ELSEWHERE)
 
     def owns(self, task: Task) -> bool:
         return task.step.node.op.parts[task.op_part].body is None
@@ -263,7 +267,7 @@ class Engines:
                         send.setdefault(name, []).extend(messages)
                 elif entry.waiting and not entry.load_command:
                     entry.load_command = device.next_command()
-                    source = self._models[entry.model]
+                    source = self.models[entry.model]
                     send.setdefault(name, []).append(
                         LoadModel(entry.load_command, entry.model, source.path, source.dtype, PAGE_TOKENS)
                     )

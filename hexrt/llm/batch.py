@@ -348,6 +348,17 @@ class Engine:
         held = [(s.request.key, s.pages) for s in self._sequences.values() if s.stage in (Stage.LIVE, Stage.LOADING)]
         return state.pages, sorted(held, key=lambda entry: -entry[1])
 
+    def bring_ns(self, key: Hashable) -> int | None:
+        """What it takes to bring up what a sequence that may be gone on from holds; None where it holds nothing."""
+        state = self._sequences.get(key)
+        if state is None or state.stage not in (Stage.ENDED, Stage.RETAINED):
+            return None
+        keeper = self.pages.keeper
+        absent = [
+            p for p in self.pages.tables.table(state.number) if not keeper.pool.is_lost(p) and keeper.below_top(p)
+        ]
+        return keeper.load_ns(absent) if absent else 0
+
     def holdings(self) -> list[tuple[Hashable, Sequence[Page]]]:
         """The pages of each sequence that has any, those that it shares with others included."""
         tables = self.pages.tables

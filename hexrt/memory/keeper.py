@@ -28,10 +28,11 @@ PLACES = {Level.DEVICE: DEVICE, Level.HOST: HOST, Level.NVME: NVME}
 
 
 class Keeper:
-    def __init__(self, pool: PagePool, links: Links) -> None:
+    def __init__(self, pool: PagePool, links: Links, wait_ns: int = 30_000_000_000) -> None:
+        """`wait_ns`: how long somebody may wait for a copy, its expected time not counted, before the copy's host is replaced."""
         self.pool = pool
         self.links = links
-        self.traffic = Traffic(links)
+        self.traffic = Traffic(links, wait_ns)
         self.wants_disk = False  # there is work for the host of the NVME tier, which is to be started
         self.when_freed: list[Callable[[], None]] = []  # called when frames may have come free
         self.recompute_ns: dict[int, float] = {}  # class -> what computing one of its pages takes, where that is known

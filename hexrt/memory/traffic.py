@@ -19,10 +19,8 @@ from hexrt.scheduling.links import Links
 
 IN_FLIGHT = 2
 """Copies that are with one host at a time: one is carried out, one is read in."""
-COPY_NS = 30_000_000_000
-"""How long a copy may take at least before its host is taken for hung."""
 SLOWER = 50
-"""How many times as long as its link's estimate."""
+"""How many times as long as its link's estimate, beside the time that every copy is given, a copy may take before its host is taken for hung."""
 
 Then = Callable[[frozenset[Page]], None]
 """Is told the pages of a move that did not arrive."""
@@ -69,8 +67,10 @@ class TrafficStatistics(msgspec.Struct, frozen=True):
 
 
 class Traffic:
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, wait_ns: int) -> None:
+        """`wait_ns`: how long any copy may take, with its host working."""
         self.links = links
+        self._wait_ns = wait_ns
         self._outbox: dict[str, deque[Flight]] = {}
         self._flights: dict[tuple[str, int], Flight] = {}
         self._with_host: dict[str, int] = {}
@@ -96,7 +96,7 @@ class Traffic:
                 flight = queue.popleft()
                 flight.command = device.next_command()
                 estimate_ns = self.links.estimate_ns(flight.link, flight.bytes, len(flight.pieces))
-                flight.late_ns = now_ns + COPY_NS + SLOWER * estimate_ns
+                flight.late_ns = now_ns + self._wait_ns + SLOWER * estimate_ns
                 self._flights[name, flight.command] = flight
                 self.places.update(piece.source for piece in flight.pieces if piece.source >= FIRST_SEGMENT)
                 self._with_host[name] = self._with_host.get(name, 0) + 1

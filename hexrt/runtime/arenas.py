@@ -33,7 +33,7 @@ WRITERS = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.DISK)
 
 def keeper_of(memory: Memory, arenas_mib: Mapping[str, int]) -> Keeper:
     """The tiers of this machine: HOST, NVME if there is to be one, and the arena of each device."""
-    keeper = Keeper(PagePool(Lru() if memory.policy == "lru" else NextUse()), Links())
+    keeper = Keeper(PagePool(Lru() if memory.policy == "lru" else NextUse()), Links(), int(memory.wait_s * 1e9))
     keeper.add_host(memory.host_mib << 20)
     if memory.nvme_mib:
         keeper.add_nvme(memory.nvme_mib << 20)
