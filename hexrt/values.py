@@ -63,16 +63,18 @@ def tensor(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
     import numpy as np
 
     array = np.asarray(value)
-    if array.dtype.kind not in "biufc":
+    if array.dtype.kind not in "biufc" or (name := _name_of(array.dtype)) not in _ITEM_BYTES:
         raise TypeError(f"a tensor of dtype {array.dtype} cannot be sent")
+    if array.ndim > _MOST_DIMENSIONS:
+        raise TypeError(f"a tensor of {array.ndim} dimensions cannot be sent: {_MOST_DIMENSIONS} are the most")
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     if array.ndim == 0:
         return array.item()
     if place is not None and array.nbytes > INLINE_BYTES and (handle := place(array)) is not None:
-        return descriptor(handle, _name_of(array.dtype), array.shape)
+        return descriptor(handle, name, array.shape)
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return msgspec.msgpack.Ext(TENSOR, _encoder.encode((_name_of(array.dtype), array.shape, content)))
+    return msgspec.msgpack.Ext(TENSOR, _encoder.encode((name, array.shape, content)))
 
 
 def descriptor(handle: int, dtype: str, shape: Sequence[int]) -> msgspec.msgpack.Ext:
