@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from hexrt import values
+from hexrt.brain.staging import Staging
 from hexrt.errors import TaskFailed
+from hexrt.memory.frames import GRANULE
+from hexrt.memory.keeper import Keeper
+from hexrt.memory.lru import Lru
+from hexrt.memory.pool import Level, PagePool
+from hexrt.protocol.host import HOST
+from hexrt.runtime.entities import Tensor
+from hexrt.scheduling.links import Links
+from tests.notation import submit, table, workflow
 
 
 @pytest.mark.parametrize(
@@ -29,3 +38,37 @@ def test_an_array_that_nobody_could_read_is_refused_where_it_is_put_out(value: A
         pytest.skip("this NumPy has no such arrays")
     with pytest.raises(TaskFailed, match=r"a tensor of .+ cannot be sent"):
         values.encode({"a": [value]}, place)
+
+
+@pytest.mark.parametrize("end", ["read", "freed"])
+def test_a_step_whose_tensor_found_no_room_is_tried_again_when_the_tensor_in_its_way_is_read_or_freed(end: str) -> None:
+    run = submit(runs := table(), workflow("a"))
+    keeper = Keeper(PagePool(Lru()), Links())
+    keeper.add_host(300 * GRANULE)
+    keeper.add_nvme(1000 * GRANULE)
+    staging = Staging(keeper, runs.holding)
+    woken: list[bool] = []
+    staging.when_freed(lambda: woken.append(True))
+    pool, task = keeper.pool, run.steps[0].tasks[0]
+
+    def paged(handle: int) -> Tensor:
+        page, move = pool.adopt(keeper.tensor_class(), 200)
+        pool.commit(move)
+        tensor = Tensor(handle, HOST, 0, 200 * GRANULE, -1)
+        tensor.page = page
+        staging.paged[page] = tensor
+        return tensor
+
+    below = paged(1)
+    pool.unpin((below.page,))
+    pool.commit(pool.begin((below.page,), Level.NVME))
+    pool.drop(below.page, Level.HOST)
+    above = paged(2)  # and being read
+    assert not staging.is_ready(task, (below,), 1) and not staging.take_again() and not len(keeper.traffic)
+    woken.clear()
+    if end == "read":
+        staging.unpin(above)
+    else:
+        above.is_kept = True
+        staging.free(above)
+    assert woken and staging.take_again() == [task]

@@ -189,7 +189,7 @@ class Play:
             desk.engine.will_be_read(chance.choice(sorted(self.asked)), chance.choice([1, 2, 9]))
         if chance.random() < self.death_rate:
             self._lose(chance.choice(["cpu:0", "disk:0"]))
-        desk.keeper.attend()
+        desk.keeper.freed()
         self._send()
         if desk.copies and (not self.queue or chance.random() < 0.5):
             name, copy = desk.copies.pop(0)

@@ -148,7 +148,7 @@ async def test_patterns_written_on_the_device_come_back_from_every_tier(machine:
             content[page] = chance.randbytes(PAGE)
             await machine.write(page, content[page])
             pool.unpin((page,))
-        keeper.attend()
+        keeper.freed()
     counts = [sum(pool.has(page, level) for page in content) for level in Level]
     assert counts[0] <= 128 and counts[1] <= 128 and counts[2] > 64, counts
     for page in chance.sample(sorted(content), 200):
@@ -160,7 +160,7 @@ async def test_patterns_written_on_the_device_come_back_from_every_tier(machine:
             content[page] = chance.randbytes(PAGE)
             await machine.write(page, content[page])
         pool.unpin((page,))
-        keeper.attend()
+        keeper.freed()
     for page in content:
         await machine.bring_up(page)
         assert await machine.read(page) == content[page]

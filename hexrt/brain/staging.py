@@ -98,6 +98,7 @@ class Staging:
     def unpin(self, tensor: Tensor) -> None:
         """No launch reads it any more."""
         self._pool.unpin((tensor.page,))
+        self._keeper.freed()
 
     def free(self, tensor: Tensor) -> None:
         """Nothing refers to it any more."""
@@ -105,7 +106,7 @@ class Staging:
             self._pool.unpin((tensor.page,))
         self._pool.release((tensor.page,))
         del self.paged[tensor.page]
-        self._keeper.attend()
+        self._keeper.freed()
 
     def offset(self, tensor: Tensor) -> int:
         """Where in HOST it lies now; it must be there."""

@@ -158,7 +158,7 @@ class SequencePages:
         state.pinned = False
         self.tables.truncate(state.number, self.pages_of(state.valid))
         self.pool.touch(reversed(pages))
-        self.keeper.attend()
+        self.keeper.freed()
 
     def give_back(self, state: State) -> None:
         """Whatever the sequence holds; nothing where it holds nothing."""
@@ -167,7 +167,7 @@ class SequencePages:
                 self.pool.unpin(self.tables.table(state.number))
                 state.pinned = False
             self.tables.release(state.number)
-            self.keeper.attend()
+            self.keeper.freed()
 
     def touch(self, state: State) -> None:
         self.pool.touch(reversed(self.tables.table(state.number)))

@@ -80,9 +80,11 @@ class Keeper:
 
     # --- what engines ask for ---------------------------------------------------------------------------------------
 
-    def attend(self) -> None:
-        """Something changed that background work may follow from."""
+    def freed(self) -> None:
+        """Frames came free, or pages may be evicted that could not be: whoever waits for room may ask again."""
         self._attend = True
+        for freed in self.when_freed:
+            freed()
 
     def make_room(self, cls: int, count: int) -> bool:
         """Whether `count` pages of the class can be made at its top now. If not, evictions may have begun: ask again when frames came free."""
@@ -320,11 +322,9 @@ class Keeper:
         self._end(flight, frozenset(flight.pages))
 
     def _end(self, flight: Flight, faults: frozenset[Page]) -> None:
-        self._attend = True
         if flight.then is not None:
             flight.then(faults)
-        for freed in self.when_freed:
-            freed()
+        self.freed()
 
     def device_lost(self, device: str) -> None:
         """The host is gone: its copies never happened, and what only its arena held is lost."""
