@@ -72,3 +72,19 @@ def test_a_step_whose_tensor_found_no_room_is_tried_again_when_the_tensor_in_its
         above.is_kept = True
         staging.free(above)
     assert woken and staging.take_again() == [task]
+
+
+def test_where_the_host_of_the_disk_cannot_be_had_no_move_waits_for_it() -> None:
+    run = submit(runs := table(), workflow("a"))
+    keeper = Keeper(PagePool(Lru()), Links())
+    keeper.add_host(300 * GRANULE)
+    keeper.add_nvme(1000 * GRANULE)
+    staging = Staging(keeper, runs.holding)
+    tensors = [Tensor(handle, 7, 0, 100 * GRANULE, 0, refs=1) for handle in (1, 2)]
+    assert staging.adopt(run, tensors[0], lambda tensor: None)
+    keeper.no_nvme("it cannot be started")
+    assert not tensors[0].is_moving and not staging.adopt(run, tensors[1], lambda tensor: None)
+    keeper.freed()
+    keeper.decide(1, {}, {})
+    assert not len(keeper.traffic) and [tensor.refs for tensor in tensors] == [1, 1]
+    keeper.check_integrity()

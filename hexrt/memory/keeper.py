@@ -34,6 +34,7 @@ class Keeper:
         self.links = links
         self.traffic = Traffic(links, wait_ns)
         self.wants_disk = False  # there is work for the host of the NVME tier, which is to be started
+        self._has_disk = True  # or it may yet be had
         self.when_freed: list[Callable[[], None]] = []  # called when frames may have come free
         self.recompute_ns: dict[int, float] = {}  # class -> what computing one of its pages takes, where that is known
         self._top: dict[str, int] = {}  # device -> the tier that its pages are used in
@@ -165,9 +166,9 @@ class Keeper:
         return self.pool.add_class(self._host, GRANULE, False)
 
     def adopt(self, place: int, offset: int, size: int, then: Then) -> Page | None:
-        """Begins to take bytes of a segment into HOST; the page is pinned. None, with nothing begun, where there is no room now."""
+        """Begins to take bytes of a segment into HOST; the page is pinned. None, with nothing begun, where there is no room now or nobody to copy."""
         cls, span = self.tensor_class(), -(-size // GRANULE)
-        if not self._make_room(self._host, cls, 1, span):
+        if not self._has_disk or not self._make_room(self._host, cls, 1, span):
             return None
         page, move = self.pool.adopt(cls, span)
         piece = Piece(place, offset, HOST, move.hops[0].target[1], size, 1)
@@ -337,7 +338,8 @@ class Keeper:
             self.pool.tier_lost(self._nvme)
 
     def no_nvme(self, reason: str) -> None:
-        """The NVME tier cannot be had: what waits for it never happens, and nothing is sent there any more."""
+        """Its host cannot be had: what waits for it never happens, and nothing is sent there any more."""
+        self._has_disk = False
         if self._nvme >= 0:
             self.pool.tiers[self._nvme].degraded = reason
             self.pool.tiers[self._nvme].closed = True
@@ -359,7 +361,7 @@ class Keeper:
         if len(self.traffic):
             return
         for number, tier in enumerate(pool.tiers):
-            if tier.level is not Level.NVME and (tier.level is Level.DEVICE or self.wants_disk):
+            if tier.level is Level.DEVICE or (tier.level is Level.HOST and self.wants_disk and self._has_disk):
                 pages = plan.defragment(pool, number, BATCH_BYTES)
                 if pages and self._try_background(pages, number, number, urgent=False):
                     return

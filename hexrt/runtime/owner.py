@@ -65,7 +65,7 @@ class Owner:
         self.fleet: Fleet | None = None
         self.when_still: Callable[[], None] | None = None  # called once when nothing is in flight
         self.turns = 0
-        brain.staging.when_freed(self.wake)  # tensors are freed, and KV pages of a run that ends, when a turn has decided
+        brain.staging.when_freed(self.wake)  # which may be when a turn has decided
 
     def post(self, event: Event) -> None:
         """The event is applied in the next turn, which comes by itself."""
