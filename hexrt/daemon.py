@@ -40,6 +40,7 @@ from hexrt.protocol.host import VERSION, Hello
 from hexrt.runtime.answers import ended_of_lost
 from hexrt.runtime.arenas import Arenas, keeper_of, model_source
 from hexrt.runtime.fleet import Fleet, host_environ
+from hexrt.runtime.holding import NO_LIMIT
 from hexrt.runtime.service import Service
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
@@ -73,7 +74,7 @@ class Daemon:
         self._listener = listener
         self.store = Store(directory, self._committed, self._store_failed, self._loop.call_soon_threadsafe)
         self.cost = CostModel()
-        self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._graph_limits(), self.config.steps.timeout_s), config.limits.max_tasks)  # fmt: skip
+        self.table = RunTable(lambda workflow: check_workflow(workflow, ops, self._recorded_limits(), self.config.steps.timeout_s), config.limits.max_tasks)  # fmt: skip
         self.keeper = keeper = keeper_of(config.memory, {"cpu:0": config.cpu.arena_mib} if config.cpu.enabled else {})
         self._saved = {name: self.store.load(name) or b"" for name in ("cost", "links")}
         self._load_learnt("cost", self.cost.load)
@@ -82,7 +83,13 @@ class Daemon:
         engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes)
         self.brain = Brain(self.table, self.cost, engines)
         self.arenas = Arenas(config.memory, keeper, self._start_disk)
-        self.tensors = Tensors(self.table.holding, config.memory.ring_mib << 20, self.brain.staging, self.arenas)
+        self.tensors = Tensors(
+            self.table.holding,
+            config.memory.ring_mib << 20,
+            self.brain.staging,
+            self.arenas,
+            config.limits.max_output_mib << 20,
+        )
         self.service = Service(
             self._loop, self.table, self.brain, self.store, self._clock, config.limits, config.daemon.admin_gids,
             lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s, self._facts), self.stop, self.tensors,
@@ -93,6 +100,10 @@ class Daemon:
     def _graph_limits(self) -> GraphLimits:
         limits = self.config.limits
         return GraphLimits(limits.max_steps, limits.max_depth, limits.max_graph_mib << 20, limits.max_nesting, limits.max_tasks)  # fmt: skip
+
+    def _recorded_limits(self) -> GraphLimits:
+        """Of workflows from the store: they were taken once, and have the bytes of their client's tensors in them by now."""
+        return msgspec.structs.replace(self._graph_limits(), max_bytes=NO_LIMIT)
 
     def _server_limits(self) -> ServerLimits:
         limits = self.config.limits

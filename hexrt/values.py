@@ -82,8 +82,12 @@ def descriptor(handle: int, dtype: str, shape: Sequence[int]) -> msgspec.msgpack
     return msgspec.msgpack.Ext(DESCRIPTOR, _encoder.encode((handle, dtype, shape)))
 
 
+FIRST_HOST_HANDLE = 1 << 32
+"""Handles below are those of clients."""
+
+
 def first_handle(host_epoch: int) -> int:
-    """The first of 2**32 handles for what one life of a host puts out; none of them is a client's, which are below 2**32."""
+    """The first of 2**32 handles for what one life of a host puts out."""
     return (host_epoch % (2**31 - 1) + 1) << 32
 
 
@@ -199,32 +203,36 @@ def names_any(raw: bytes | msgspec.Raw) -> bool:
     return _mark.search(raw) is not None
 
 
-def described(raw: bytes | msgspec.Raw) -> Mapping[int, int]:
+def described(raw: bytes | msgspec.Raw) -> tuple[Mapping[int, int], int]:
     """The handles of the descriptors inside, each once, in their order, and how many bytes each should have; not to be changed.
 
-    Raises msgspec.DecodeError or ValueError where the value or a descriptor is damaged, or two of one handle differ in size.
+    And the bytes of all descriptors together, so many as `inline` would put in at most. Raises msgspec.DecodeError or ValueError where the
+    value or a descriptor is damaged, or two of one handle differ in size.
     """
     if _mark.search(raw) is None:
         return _NONE
     return _describe_small(bytes(raw)) if len(raw) <= SMALL_BYTES else _describe(raw)
 
 
-def _describe(raw: bytes | msgspec.Raw) -> Mapping[int, int]:
+def _describe(raw: bytes | msgspec.Raw) -> tuple[Mapping[int, int], int]:
     found: dict[int, int] = {}
+    total = 0
 
     def note(code: int, data: memoryview) -> None:
+        nonlocal total
         if code == DESCRIPTOR:
             handle, dtype, shape = _described.decode(data)
             size = _check_meta(dtype, shape)
+            total += size
             if found.setdefault(handle, size) != size:
                 raise ValueError("two descriptors of one tensor differ in size")
 
     msgspec.msgpack.Decoder(ext_hook=note).decode(raw)
-    return found
+    return found, total
 
 
 SMALL_BYTES = 512
-_NONE: Mapping[int, int] = MappingProxyType({})
+_NONE: tuple[Mapping[int, int], int] = MappingProxyType({}), 0
 _describe_small = lru_cache(maxsize=1024)(_describe)
 """The daemon asks about the same output some eight times."""
 
@@ -232,7 +240,7 @@ _describe_small = lru_cache(maxsize=1024)(_describe)
 def handles(raw: bytes | msgspec.Raw) -> tuple[int, ...]:
     """Of the descriptors inside, each once, in their order; none where the value is damaged."""
     try:
-        return tuple(described(raw))
+        return tuple(described(raw)[0])
     except (msgspec.MsgspecError, ValueError):
         return ()
 

@@ -51,6 +51,11 @@ def twice(value: Any) -> list[Any]:
     return [made, made, value, value]
 
 
+def often(value: Any, count: int = 1) -> list[Any]:
+    """The input, named many times."""
+    return [value] * count
+
+
 def is_read_only(value: Any) -> bool:
     try:
         value[0] = 1

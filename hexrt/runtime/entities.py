@@ -94,10 +94,12 @@ class Run(msgspec.Struct, gc=False, eq=False):
     open_steps: int = 0
     in_flight: int = 0
     mapped_tasks: int = 0  # of maps so far
-    held_bytes: int = 0  # by its graph, tasks and outputs
+    held_bytes: int = 0  # by its graph, its client's memory, tasks and outputs
     charged_bytes: int = 0  # of that, counted among those of all runs; some more at most
     tensors: dict[int, Tensor] | None = None  # by handle, as long as anything refers to them
     given: tuple[Tensor, ...] = ()  # of those, the ones in its graph, until it has ended
+    given_bytes: int = 0  # of the client's memory that they lie in, as long as any is there
+    given_left: int = 0  # of those, that anything refers to
     kept: frozenset[int] | None = None  # the steps that its outputs are of, once it holds a large output
     state: RunState = RunState.RUNNING
     cancelled: ErrorRecord | None = None  # why the run is being stopped

@@ -1,7 +1,7 @@
 """How many bytes the runs in memory hold, and which of them are let go of early.
 
 Owns the totals. A run counts its own bytes as they come (`Run.held_bytes`) and is charged for them here in steps, so that small outputs
-cost an addition; a tensor counts as if its bytes were in the output that names it. What goes too far is not ended here: that depends on all runs, so it is left in `refused` as facts to record;
+cost an addition; a tensor counts as if its bytes were in the output that names it, each time it does. What goes too far is not ended here: that depends on all runs, so it is left in `refused` as facts to record;
 tensors that nothing refers to any more are left in `released`. Pure.
 """
 
@@ -17,7 +17,7 @@ from hexrt.core import TaskState
 from hexrt.errors import ErrorRecord
 from hexrt.events import Stopped
 from hexrt.runtime.entities import Run, Step, Task, Tensor
-from hexrt.values import handles
+from hexrt.values import FIRST_HOST_HANDLE, described
 
 CHARGE_BYTES = 16 << 10
 LARGE_BYTES = 32 << 10
@@ -45,7 +45,9 @@ class Holding:
         self.held_bytes = 0  # by all runs
         self.ended_bytes = 0  # of that, by those that have ended
         self.refused: list[Stopped] = []  # no room for these: to be applied, and recorded, as events
-        self.given: dict[bytes, dict[int, Tensor]] = {}  # of graphs whose Submitted is to be applied, by run and handle
+        self.given: dict[
+            bytes, tuple[int, dict[int, Tensor]]
+        ] = {}  # bytes and tensors, by run, until its Submitted is applied
         self.released: list[Tensor] = []  # whose memory may be used again
         self.pages: Pages | None = None
 
@@ -82,27 +84,27 @@ class Holding:
 
     def give(self, run: Run) -> None:
         """The run begins with the tensors that its graph names; it holds them until its end."""
-        run.tensors = self.given.pop(run.id, None)
+        run.given_bytes, run.tensors = self.given.pop(run.id, (0, None))
         run.given = tuple(run.tensors.values()) if run.tensors else ()
+        run.given_left = len(run.given)
         for tensor in run.given:
             tensor.refs += 1
 
     def hold(self, run: Run, output: msgspec.Raw) -> int:
-        """The output, and the tensors that it names, are needed from now on. Returns the bytes of both."""
-        size = len(output)
-        if run.tensors:
-            for tensor in tensors_of(run, output):
-                tensor.refs += 1
-                size += tensor.bytes
+        """The output, and the tensors that it names, are needed from now on. Returns its `size_of`."""
+        if not run.tensors:
+            return len(output)
+        named, size = _look_into(run.tensors, output)
+        for tensor in named:
+            tensor.refs += 1
         return size
 
     def drop(self, run: Run, output: msgspec.Raw) -> int:
         """Ends a `hold`; returns the same number."""
-        size = len(output)
-        if run.tensors:
-            named = tensors_of(run, output)
-            size += sum(tensor.bytes for tensor in named)
-            self.let_go(run, named)
+        if not run.tensors:
+            return len(output)
+        named, size = _look_into(run.tensors, output)
+        self.let_go(run, named)
         return size
 
     def let_go(self, run: Run, tensors: Iterable[Tensor]) -> None:
@@ -111,6 +113,19 @@ class Holding:
             tensor.refs -= 1
             if not tensor.refs and run.tensors is not None and run.tensors.pop(tensor.handle, None) is tensor:
                 self.released.append(tensor)
+                if tensor.handle < FIRST_HOST_HANDLE:
+                    run.given_left -= 1
+                    if not run.given_left:
+                        self._give_back(run)
+
+    def _give_back(self, run: Run) -> None:
+        """Nothing refers to any tensor in the client's memory."""
+        size, run.given_bytes = run.given_bytes, 0
+        run.held_bytes -= size
+        if run.ended_ns:
+            run.charged_bytes -= size
+            self.held_bytes -= size
+            self.ended_bytes -= size
 
     def pin(self, task: Task, tensors: tuple[Tensor, ...]) -> None:
         """The task's launch in flight may read these too, until its last report or its host's death."""
@@ -189,18 +204,18 @@ class Holding:
 
     def run_ended(self, run: Run) -> None:
         self.run_stopped(run)
+        self.held_bytes += run.held_bytes - run.charged_bytes
+        run.charged_bytes = run.held_bytes
+        self.ended_bytes += run.held_bytes
         given, run.given = run.given, ()
         self.let_go(run, given)
         for tensor in run.tensors.values() if run.tensors else ():
             tensor.ended = True
-        self.held_bytes += run.held_bytes - run.charged_bytes
-        run.charged_bytes = run.held_bytes
-        self.ended_bytes += run.held_bytes
 
     def run_forgotten(self, run: Run) -> None:
         self.held_bytes -= run.charged_bytes
         self.ended_bytes -= run.held_bytes if run.ended_ns else 0
-        run.held_bytes = run.charged_bytes = 0
+        run.held_bytes = run.charged_bytes = run.given_bytes = 0
         self.released += (run.tensors or {}).values()
         run.tensors, run.given = None, ()
 
@@ -209,7 +224,7 @@ class Holding:
         assert self.held_bytes == sum(run.charged_bytes for run in self._runs.values()), self.held_bytes
         assert self.ended_bytes == sum(run.held_bytes for run in self._runs.values() if run.ended_ns), self.ended_bytes
         for run in self._runs.values():
-            counted = run.graph.bytes if run.graph is not None else 0
+            counted = run.given_bytes + (run.graph.bytes if run.graph is not None else 0)
             outputs = [output for step in run.steps for output in outputs_in(step)]
             counted += sum(STEP_BYTES + TASK_BYTES * max(1, step.size) for step in run.steps)
             counted += sum(size_of(run, output) for output in outputs)
@@ -226,13 +241,21 @@ class Holding:
 
 def tensors_of(run: Run, value: msgspec.Raw) -> list[Tensor]:
     """Those of the run's tensors that an encoded value names."""
-    known = run.tensors
-    return [tensor for handle in handles(value) if (tensor := known.get(handle)) is not None] if known else []
+    return _look_into(run.tensors, value)[0] if run.tensors else []
 
 
 def size_of(run: Run, value: msgspec.Raw) -> int:
-    """The bytes of an encoded value, those of the tensors that it names included."""
-    return len(value) + (sum(tensor.bytes for tensor in tensors_of(run, value)) if run.tensors else 0)
+    """The bytes of an encoded value as if those of its tensors were in it, at each place that names one."""
+    return _look_into(run.tensors, value)[1] if run.tensors else len(value)
+
+
+def _look_into(known: Mapping[int, Tensor], value: msgspec.Raw) -> tuple[list[Tensor], int]:
+    """Which of these tensors an encoded value names, and its `size_of`."""
+    try:
+        named, more = described(value)
+    except (msgspec.MsgspecError, ValueError):  # no such value comes from a host
+        return [], len(value)
+    return [tensor for handle in named if (tensor := known.get(handle)) is not None], len(value) + more
 
 
 def outputs_in(step: Step) -> list[msgspec.Raw]:

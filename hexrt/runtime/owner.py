@@ -183,7 +183,7 @@ class Owner:
         }
         wait = Wait.LAG if not awaited else Wait.HELD if awaited == {Submitted} else Wait.NOT
         graphs = sum(
-            run.graph.bytes
+            run.graph.recorded_bytes
             for event, run in zip(kept, of, strict=True)
             if type(event) is Submitted and run is not None and run.graph is not None
         )
@@ -227,7 +227,7 @@ class Owner:
         ended, self._ended = self._ended, []
         for run in ended:
             if run.durability is not Durability.NONE:
-                self._store.close_run_later(ended_of(run, self._tensors.inline))
+                self._store.close_run_later(ended_of(run, self._tensors.inliner()))
             self._on_closed(run)
         if self._tensors.relieve():
             self.wake()

@@ -26,19 +26,29 @@ INLINE_AT_ONCE = 1 << 20
 """Memory of fewer bytes than this is copied into the workflow on the loop."""
 
 
-def check_tensors(graph: TaskGraph, memory: ClientMemory | None) -> None:
-    """Raises BadRequest unless the graph names just what its client passed, which is in the graph's bytes from then on."""
+def check_tensors(graph: TaskGraph, memory: ClientMemory | None, most_bytes: int) -> None:
+    """Raises BadRequest unless the graph names just what its client passed.
+
+    And where it has more than `most_bytes` once they are in it, as it is recorded: a small tensor may be named often.
+    """
     passed = memory.tensors if memory is not None else {}
+    whole_bytes = graph.bytes
     for handle, size, where in graph.tensors:
         one = passed.get(handle)
         if one is None:
             raise BadRequest(f"it names tensor {handle}, which did not come with the message", where)
         if one.bytes != size:
             raise BadRequest(f"this tensor has {size} bytes, and tensor {handle} came with {one.bytes}", where)
+        whole_bytes += size
+        if whole_bytes > most_bytes:
+            raise BadRequest(
+                f"up to this tensor the workflow has {whole_bytes} bytes, more than the {most_bytes} that limits.max_run_mib allows; a "
+                "tensor counts each time it is named: let one step put it out, and others refer to that step",
+                where,
+            )
     if memory is not None:
         if unnamed := passed.keys() - {handle for handle, _, _ in graph.tensors}:
             raise BadRequest(f"the workflow does not name tensor {min(unnamed)}", "tensors")
-        graph.bytes += memory.bytes
 
 
 async def recordable(workflow: Workflow, memory: ClientMemory) -> Workflow:

@@ -118,9 +118,10 @@ class Service:
         self._submitting += 1
         try:
             graph = await self._checked(workflow)
-            check_tensors(graph, memory)
+            check_tensors(graph, memory, limits.max_run_mib << 20)
             self._brain.check_runnable(graph)
-            self._room.check(tasks, graph.bytes, self._submitting - 1, limits)  # others came in meanwhile
+            size = graph.bytes + (memory.bytes if memory is not None else 0)
+            self._room.check(tasks, size, self._submitting - 1, limits)  # others came in meanwhile
             if memory is not None and durability is not Durability.NONE:
                 workflow = await recordable(workflow, memory)
         finally:

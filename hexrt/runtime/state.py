@@ -106,7 +106,7 @@ class RunTable:
         run.steps = [Step(node, len(node.predecessors)) for node in graph.nodes]
         run.open_steps = len(run.steps)
         self.open_tasks += run.open_steps
-        run.held_bytes = graph.bytes + (STEP_BYTES + TASK_BYTES) * run.open_steps
+        run.held_bytes = graph.bytes + run.given_bytes + (STEP_BYTES + TASK_BYTES) * run.open_steps
         self.holding.charge(run, "", 0, event.at_ns)
         self.submitted.append(run)
         for step in run.steps:

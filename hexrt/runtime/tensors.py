@@ -8,7 +8,7 @@ ring lives on until its last tensor is gone. Copies bytes only where it says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +24,7 @@ from hexrt.protocol.host import FIRST_SEGMENT, HOST, Made
 from hexrt.protocol.messages import Tensor as Passed
 from hexrt.runtime.arenas import Arenas
 from hexrt.runtime.entities import Run, Tensor
-from hexrt.runtime.holding import Holding, tensors_of
+from hexrt.runtime.holding import NO_LIMIT, Holding, size_of, tensors_of
 
 SLOT_BYTES = 16 << 10
 """A ring has a slot for so many of its bytes: smaller tensors may use up the slots first, and go inline then."""
@@ -53,8 +53,11 @@ class Tensors:
 
     own_ring: int | None = None
 
-    def __init__(self, holding: Holding, ring_bytes: int, staging: Staging, arenas: Arenas) -> None:
+    def __init__(
+        self, holding: Holding, ring_bytes: int, staging: Staging, arenas: Arenas, max_output_bytes: int = NO_LIMIT
+    ) -> None:
         self._holding = holding
+        self._max_output_bytes = max_output_bytes
         self._staging = staging
         self._arenas = arenas
         self._ring_bytes = ring_bytes
@@ -126,9 +129,14 @@ class Tensors:
         """
         ring = self._rings.get(link) if link is not None else None
         try:
-            named = values.described(output)
+            named, more = values.described(output)
             if named != {tensor.handle: tensor.bytes for tensor in made} or len(named) != len(made):
                 raise TaskFailed("its output names a tensor that is not there")
+            if more and (size := len(output) + more) > self._max_output_bytes:
+                raise TaskFailed(
+                    f"the output has {size} bytes, those of its tensors at each place that names one included, more than the "
+                    f"{self._max_output_bytes} that limits.max_output_mib allows"
+                )
         except (msgspec.MsgspecError, ValueError) as error:
             self.refuse(link, made)
             raise TaskFailed(f"its output cannot be read: {error}") from error
@@ -164,7 +172,11 @@ class Tensors:
         except HexrtError:
             return None
         tensor = Tensor(made.handle, ring.place, slot.offset, slot.bytes, made.slot)
-        if (slot.offset, slot.bytes) != (made.offset, made.bytes) or made.handle in known or made.handle < 1 << 32:
+        if (
+            (slot.offset, slot.bytes) != (made.offset, made.bytes)
+            or made.handle in known
+            or made.handle < values.FIRST_HOST_HANDLE
+        ):
             ring.reader.release(made.slot)
             return None
         ring.add(tensor, run)
@@ -253,11 +265,19 @@ class Tensors:
         offset = tensor.offset if tensor.page < 0 else self._staging.offset(tensor)
         return self.view(tensor.place, offset, tensor.bytes)
 
-    def inline(self, run: Run, value: msgspec.Raw) -> msgspec.Raw:
-        """The value with the bytes of its tensors in it, a copy; the very same value where it names none. Raises TaskFailed."""
+    def inline(self, run: Run, value: msgspec.Raw, most_bytes: int = NO_LIMIT) -> msgspec.Raw:
+        """The value with the bytes of its tensors in it, a copy; the very same value where it names none.
+
+        Raises TaskFailed, before anything is copied where its tensors have more than `most_bytes`, each counted at each place.
+        """
         if not run.tensors:
             return value
         known = run.tensors
+        if (size := size_of(run, value) - len(value)) > most_bytes:
+            raise TaskFailed(
+                f"its tensors have {size} bytes, counted at each place that names one, and {most_bytes} are left of what "
+                "limits.max_run_mib allows to be kept of a run"
+            )
 
         def find(handle: int) -> memoryview:
             tensor = known.get(handle)
@@ -269,6 +289,18 @@ class Tensors:
             return values.inline(value, find)
         except (msgspec.MsgspecError, ValueError) as error:
             raise TaskFailed(f"a tensor of this value cannot be read: {error}") from error
+
+    def inliner(self) -> Callable[[Run, msgspec.Raw], msgspec.Raw]:
+        """`inline` for all outputs of one run, which may name a tensor many times: in all no more bytes than a run may hold."""
+        left = self._holding.max_run_bytes
+
+        def inline(run: Run, value: msgspec.Raw) -> msgspec.Raw:
+            nonlocal left
+            whole = self.inline(run, value, left)
+            left -= len(whole) - len(value)
+            return whole
+
+        return inline
 
     def export(self, run: Run, outputs: Iterable[msgspec.Raw]) -> tuple[tuple[Passed, ...], int]:
         """A sealed memfd, the caller's to close, with a copy of every tensor that the outputs name, and where each lies in it.
@@ -286,7 +318,8 @@ class Tensors:
         if view is None:
             raise InvariantViolation("a client's memory was taken twice")
         segment = self._add(fd, view)
-        given = self._holding.given[run] = {}
+        given: dict[int, Tensor] = {}
+        self._holding.given[run] = memory.bytes, given
         for one in memory.tensors.values():
             tensor = given[one.handle] = Tensor(one.handle, segment.place, one.offset, one.bytes)
             segment.add(tensor, None)

@@ -77,3 +77,8 @@ class TaskGraph:
     priority: int
     bytes: int  # of the literals and parameters
     tensors: tuple[tuple[int, int, str], ...] = ()  # whose bytes are elsewhere: (handle, bytes, where it is named)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Of the literals and parameters once the bytes of tensors are in them, at each place that names one."""
+        return self.bytes + sum(size for _, size, _ in self.tensors)
