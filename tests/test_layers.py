@@ -36,6 +36,7 @@ LAYERS: dict[str, float] = {
     "hexrt.memory.bits": 3.1,
     "hexrt.memory.columns": 3.1,
     "hexrt.memory.copies": 3.1,
+    "hexrt.memory.counts": 3.1,
     "hexrt.memory.evict": 3.1,
     "hexrt.memory.extents": 3.1,
     "hexrt.memory.frames": 3.1,
@@ -72,7 +73,7 @@ LAYERS: dict[str, float] = {
 PURE = (
     "hexrt.core", "hexrt.errors", "hexrt.values", "hexrt.events", "hexrt.workflow", "hexrt.ops", "hexrt.protocol",
     "hexrt.memory.pool", "hexrt.memory.plan", "hexrt.memory.lru", "hexrt.runtime.state",
-    "hexrt.memory.audit", "hexrt.memory.bits", "hexrt.memory.columns", "hexrt.memory.copies", "hexrt.memory.evict",
+    "hexrt.memory.audit", "hexrt.memory.bits", "hexrt.memory.columns", "hexrt.memory.copies", "hexrt.memory.counts", "hexrt.memory.evict",
     "hexrt.memory.extents", "hexrt.memory.frames", "hexrt.memory.tables", "hexrt.memory.tiers",
     "hexrt.runtime.entities", "hexrt.runtime.holding", "hexrt.runtime.maps", "hexrt.runtime.retries", "hexrt.llm.batch",
     "hexrt.llm.chunk", "hexrt.llm.pages", "hexrt.memory.keeper", "hexrt.memory.traffic", "hexrt.llm.outcome", "hexrt.llm.sequence", "hexrt.llm.steps", "hexrt.scheduling", "hexrt.brain",

@@ -355,14 +355,14 @@ def test_a_list_gives_up_any_node_and_knows_which_list_a_node_is_in() -> None:
     lists = Lists()
     lists.grow(5)
     first, second = lists.add_lists(1), lists.add_lists(1)
-    for node in range(5):
-        lists.push_back(node, first if node != 3 else second)
-    lists.remove(1)
-    lists.touch(0)
+    lists.heat((0, 1, 2, 4), first)
+    lists.heat((3,), second)
+    lists.take_out((1,))
+    lists.touch((0,))
     assert (list(lists.iterate(first)), lists.size(first), lists.front(first)) == ([2, 4, 0], 3, 2)
     assert (lists.list_of(3), lists.list_of(1), lists.front(second)) == (second, 0, 3)
-    with pytest.raises(InvariantViolation, match="in no list"):
-        lists.remove(1)
+    lists.take_out((1,))
+    assert lists.list_of(1) == 0
 
 
 def test_tables_hold_one_reference_an_entry_and_count_their_changes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Iterable
 
 from hexrt.errors import InvariantViolation, OutOfMemory
 from hexrt.memory.lru import Lists
@@ -138,12 +139,13 @@ class PageColumns:
         self.cls[page] = DEAD
         self._unused.append(page)
 
-    def to(self, page: Page, state: int) -> None:
-        """Changes the page's state. Raises InvariantViolation where that is no legal move."""
-        old = self.state[page]
-        if not _NEXT[old] >> state & 1:
-            raise InvariantViolation(f"from {STATES[old].name} to {STATES[state].name}: {self.story(page)}")
-        self.state[page] = state
+    def to(self, pages: Iterable[Page], state: int) -> None:
+        """Changes the pages' state. Raises InvariantViolation where that is no legal move."""
+        states = self.state
+        for page in pages:
+            if not _NEXT[states[page]] >> state & 1:
+                raise InvariantViolation(f"to {STATES[state].name}: {self.story(page)}")
+            states[page] = state
 
     def story(self, page: Page) -> str:
         if not 0 <= page < len(self.refs) or self.cls[page] == DEAD:

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from heapq import merge
 
 from hexrt.errors import InvariantViolation
-from hexrt.memory.columns import ABSENT, DEAD, RESIDENT, STATES, Level, Page, PageColumns, PageState
+from hexrt.memory.columns import ABSENT, DEAD, LEVELS, RESIDENT, STATES, Level, Page, PageColumns, PageState
 from hexrt.memory.frames import GRANULE, FrameSpace
-from hexrt.memory.lru import MAX_LISTS, Lru, Policy, relink
+from hexrt.memory.lru import MAX_LISTS, Lru, Policy
 from hexrt.memory.tiers import NO_PAGE, Move, PageClass, Tier
+
+LEVELS_OF = tuple(tuple(level for level in range(LEVELS) if bits >> level & 1) for bits in range(1 << LEVELS))
+"""The levels of which a bit is set."""
 
 
 class Copies:
@@ -94,27 +97,73 @@ class Copies:
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
-    def _set_copy(self, record: PageClass, page: Page, level: int, frame: int) -> None:
-        columns, owners = self.columns, record.owners[level]
-        span, before = columns.span[page], columns.copies[page]
-        columns.copies[page] = after = before | 1 << level
-        columns.frames[level][page] = frame
-        if len(owners) < frame + span:
-            owners.extend(array("I", (NO_PAGE,)) * (frame + span - len(owners) + 63))
-        if span == 1:
-            owners[frame] = page
-        else:
-            owners[frame : frame + span] = array("I", (page,)) * span
-        tiers = self.tiers
-        tiers[record.tiers[level]].pages += 1
-        if not before:
-            tiers[record.tiers[level]].dirty += 1
-        elif not before & (before - 1) and before != after:
-            tiers[record.tiers[before.bit_length() - 1]].dirty -= 1
+    def _set_copies(self, record: PageClass, pages: Sequence[Page], level: int, frames: Sequence[int]) -> None:
+        """The pages, new ones or such as were in a move, have the state from now on that their copies give them."""
+        columns, owners, bit, top = self.columns, record.owners[level], 1 << level, 1 << record.level
+        copies, places, spans, state, moves = (
+            columns.copies,
+            columns.frames[level],
+            columns.span,
+            columns.state,
+            columns.moves,
+        )
+        tiers, numbers, at = self.tiers, record.tiers, 0
+        tier = tiers[numbers[level]]
+        for page in pages:
+            frame, span, before = frames[at], spans[page], copies[page]
+            at += 1
+            copies[page] = after = before | bit
+            places[page] = frame
+            state[page] = RESIDENT if after & top else ABSENT
+            moves[page] = 0
+            if len(owners) < frame + span:
+                owners.extend(array("I", (NO_PAGE,)) * (frame + span - len(owners) + 63))
+            if span == 1:
+                owners[frame] = page
+            else:
+                owners[frame : frame + span] = array("I", (page,)) * span
+            if not before:
+                tier.dirty += 1
+            elif not before & (before - 1):
+                tiers[numbers[before.bit_length() - 1]].dirty -= 1
+        tier.pages += at
+
+    def _drop_copies(self, record: PageClass, pages: Sequence[Page], level: int) -> int:
+        """Takes the pages out of the level's lists too; those that have one copy left are dirty from now on. How many have none left."""
+        columns, owners, bit = self.columns, record.owners[level], 1 << level
+        copies, places, spans = columns.copies, columns.frames[level], columns.span
+        tier, frame_class = self.tiers[record.tiers[level]], record.frame_classes[level]
+        frames: list[int] = []
+        alone: dict[int, list[Page]] = {}
+        for page in pages:
+            copies[page] = after = copies[page] ^ bit
+            frame, span = places[page], spans[page]
+            if span == 1:
+                owners[frame] = NO_PAGE
+                frames.append(frame)
+            else:
+                owners[frame : frame + span] = array("I", (NO_PAGE,)) * span
+                tier.space.free_run(frame_class, frame, span)
+            if not after & (after - 1):
+                if after in alone:
+                    alone[after].append(page)
+                else:
+                    alone[after] = [page]
+        tier.space.free(frame_class, frames)
+        tier.pages -= len(pages)
+        columns.lists[level].take_out(pages)
+        lost = len(alone.pop(0, ()))
+        tier.dirty -= lost
+        for after, left in alone.items():
+            below = after.bit_length() - 1
+            self.tiers[record.tiers[below]].dirty += len(left)
+            columns.lists[below].shift(left, 1)
+        return lost
 
     def _drop_copy(self, record: PageClass, page: Page, level: int) -> None:
-        columns, owners = self.columns, record.owners[level]
-        span, frame = columns.span[page], columns.frames[level][page]
+        """`_drop_copies` of one page, with no detour."""
+        columns = self.columns
+        span, frame, owners = columns.span[page], columns.frames[level][page], record.owners[level]
         columns.copies[page] = after = columns.copies[page] ^ 1 << level
         if span == 1:
             owners[frame] = NO_PAGE
@@ -123,41 +172,68 @@ class Copies:
         tier = self.tiers[record.tiers[level]]
         tier.space.free_run(record.frame_classes[level], frame, span)
         tier.pages -= 1
+        columns.lists[level].take_out((page,))
         if not after:
             tier.dirty -= 1
         elif not after & (after - 1):
-            self.tiers[record.tiers[after.bit_length() - 1]].dirty += 1
+            below = after.bit_length() - 1
+            self.tiers[record.tiers[below]].dirty += 1
+            columns.lists[below].shift((page,), 1)
 
-    def _relink(self, record: PageClass, page: Page, fresh: int = 0) -> None:
-        """Puts the page in the lists it belongs in; at the levels of `fresh` as used now.
+    def _enlist(self, pages: Sequence[Page], fresh: int) -> None:
+        """Puts pages in the lists they belong in; at the levels of `fresh` as used now, at others, if they are in none, where their last use belongs.
 
         A copy is in no list while the page moves, and while it is pinned and needs that copy: at the top, or, with none there, anywhere.
+        Copies that belong in none are in none already.
         """
-        columns = self.columns
-        copies = columns.copies[page]
-        free, top = copies, 1 << record.level
+        if len(pages) > 1 and not self._are_alike(pages):
+            for page in pages:
+                self._enlist((page,), fresh)
+            return
+        columns, page = self.columns, pages[0]
         if columns.moves[page]:
-            free = 0
-        elif columns.pins[page]:
-            free = copies & ~top if copies & top else 0
-        relink(record.orders, page, free, 2 * columns.bucket[page] + (not copies & (copies - 1)), fresh)
+            return
+        record, free = self.classes[columns.cls[page]], columns.copies[page]
+        offset = 2 * columns.bucket[page] + (not free & (free - 1))
+        if columns.pins[page]:
+            top = 1 << record.level
+            free = free & ~top if free & top else 0
+        for bit, first, lists in record.orders:
+            if free & bit & fresh:
+                lists.heat(pages, first + offset)
+            elif free & bit:
+                lists.put_back(pages, first + offset)
 
-    def _settle(self, record: PageClass, page: Page, fresh: int = 0) -> None:
-        """The page, in no move, gets the state and the lists that its copies give it."""
-        columns = self.columns
-        copies, top = columns.copies[page], 1 << record.level
-        state = RESIDENT if copies & top else ABSENT
-        if columns.state[page] != state:
-            columns.to(page, state)
-        free = (copies & ~top if copies & top else 0) if columns.pins[page] else copies
-        relink(record.orders, page, free, 2 * columns.bucket[page] + (not copies & (copies - 1)), fresh)
-
-    def _check_alike(self, pages: Sequence[Page], cls: int, source: int, level: Level) -> None:
+    def _are_alike(self, pages: Sequence[Page]) -> bool:
+        """Whether they belong in the same lists."""
+        columns, first = self.columns, pages[0]
+        cls, copies, bucket, pins, moves = columns.cls, columns.copies, columns.bucket, columns.pins, columns.moves
+        c, k, b, is_pinned, is_moving = cls[first], copies[first], bucket[first], not pins[first], not moves[first]
         for page in pages:
-            if self._source(page, level) != source or (source != level and self.columns.cls[page] != cls):
-                raise InvariantViolation(f"in one move with {self.story(pages[0])}: {self.story(page)}")
+            if copies[page] != k or bucket[page] != b or (not pins[page]) is not is_pinned:
+                return False
+            if cls[page] != c or (not moves[page]) is not is_moving:
+                return False
+        return True
+
+    def _frames_of(self, pages: Sequence[Page]) -> int:
+        return sum(map(self.columns.span.__getitem__, pages))
+
+    def _check_movable(self, pages: Sequence[Page], source: int, level: Level) -> int:
+        """The levels, as bits, at which some of them have copies."""
+        columns, first = self.columns, pages[0]
+        cls, copies, moves = columns.cls, columns.copies, columns.moves
+        c, k = cls[first], copies[first]
+        levels = k
+        for page in pages:
+            if copies[page] == k and cls[page] == c and not moves[page] and source != level:
+                continue
+            if self._source(page, level) != source or (source != level and cls[page] != c):
+                raise InvariantViolation(f"in one move with {self.story(first)}: {self.story(page)}")
+            levels |= copies[page]
         if len(set(pages)) != len(pages):
             raise InvariantViolation(f"twice in one move: some of {list(pages)}")
+        return levels
 
     def _source(self, page: Page, level: int) -> int:
         columns = self.columns
@@ -209,14 +285,15 @@ class Copies:
                 frames -= span[page]
             return found
         lists, first = self.columns.lists[record.level], users[0].lists[record.level]
+        following = lists.next
         for number in range(first, first + 2 * self.policy.buckets, 2):
-            at = lists.next[number]
-            while at != number and frames > 0:
+            at = following[number]
+            while at != number:
                 found.append(at - MAX_LISTS)
                 frames -= span[at - MAX_LISTS]
-                at = lists.next[at]
-            if frames <= 0:
-                break
+                if frames <= 0:
+                    return found
+                at = following[at]
         return found
 
     def coldness(self, page: Page, level: Level) -> tuple[int, int]:

@@ -105,21 +105,18 @@ def make_room(
 
     A dirty page that `admits` refuses is not stored but discarded, where it can be recomputed.
     """
-    record, level, space = pool.classes[cls], pool.tiers[tier].level, pool.tiers[tier].space
-    frame_class = record.frame_classes[level]
-    leaving = pool.tiers[tier].leaving[frame_class]
-    need = count * span - pool.room(cls, tier) - leaving
+    where = pool.tiers[tier]
+    space, frame_class = where.space, pool.classes[cls].frame_classes[where.level]
+    leaving = where.leaving[frame_class]
+    need = count * span - leaving - (0 if where.closed else space.available(frame_class))
     if need <= 0:
         if span == 1 or leaving or pool.can_create(cls, count, span, tier):
             return Room()
         need = span  # frames enough, and no run of them: as many again, the next call goes on
     has_others = space.is_shared(frame_class)
-    if has_others:
-        room = Room()
-    else:
-        room = Room(pool.coldest_clean(tier, cls, need))
-        for page in room.drops:
-            need -= pool.columns.span[page]
+    room = Room([] if has_others else pool.coldest_clean(tier, cls, need), [], [])
+    if room.drops:
+        need -= sum(map(pool.span, room.drops))
         if need <= 0:
             return room
     search = _Search(pool, tier, cls, may_discard, admits, need, room)

@@ -7,7 +7,7 @@ O(1). A list runs from the coldest page to the hottest. A policy is pure: it map
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from hexrt.errors import InvariantViolation
@@ -55,35 +55,6 @@ Orders = tuple[tuple[int, int, "Lists"], ...]
 """For each level that a page can be at: the level's bit, the first of the lists of its class, the lists."""
 
 
-def relink(orders: Orders, page: int, free: int, offset: int, fresh: int) -> None:
-    """Puts the page in the list `offset` of each level of `free` and in none of the others; in those of `fresh` as used now.
-
-    In the others where its last use belongs. Written out, as each page fault comes here several times.
-    """
-    at = page + MAX_LISTS
-    for bit, first, lists in orders:
-        old, new = lists.member[at], first + offset if free & bit else 0
-        if old == new and not (new and fresh & bit):
-            continue
-        following, preceding = lists.next, lists.previous
-        if old:
-            before, after = preceding[at], following[at]
-            following[before], preceding[after] = after, before
-            lists.sizes[old] -= 1
-        lists.member[at] = new
-        if new:
-            if fresh & bit:
-                lists.clock += 1
-                lists.stamps[at] = lists.clock
-                after = new
-            else:
-                after = lists.place(new, lists.stamps[at])
-            before = preceding[after]
-            following[before] = preceding[after] = at
-            preceding[at], following[at] = before, after
-            lists.sizes[new] += 1
-
-
 class Lists:
     """Node n stands at n + MAX_LISTS of the columns; below are the lists' own ends, so that no step has a special case."""
 
@@ -94,7 +65,7 @@ class Lists:
         self.next = array("I", range(MAX_LISTS))
         self.member = array("H", (0,)) * MAX_LISTS
         self.stamps = array("Q", (0,)) * MAX_LISTS
-        self.sizes = array("I", (0,))
+        self.sizes = [0]
         self._count = 1  # list 0 is none
         self.clock = 0
 
@@ -124,43 +95,106 @@ class Lists:
         """Grows with every use."""
         return self.stamps[node + MAX_LISTS]
 
-    def push_back(self, node: int, number: int) -> None:
-        """Puts a node that is in no list at a list's hot end, as used now."""
-        at = node + MAX_LISTS
-        self.clock += 1
-        self.stamps[at] = self.clock
-        last = self.previous[number]
-        self.next[last] = self.previous[number] = at
-        self.previous[at] = last
-        self.next[at] = number
-        self.member[at] = number
-        self.sizes[number] += 1
+    # Pages come and go many at a time: what follows is a page fault's whole work in lists, and so written out.
 
-    def remove(self, node: int) -> None:
-        """Takes a node out of the list that it is in."""
-        at = node + MAX_LISTS
-        number = self.member[at]
-        if not number:
-            raise InvariantViolation(f"page {node} is in no list")
-        before, after = self.previous[at], self.next[at]
-        self.next[before] = after
-        self.previous[after] = before
-        self.member[at] = 0
-        self.sizes[number] -= 1
+    def take_out(self, nodes: Iterable[int]) -> None:
+        """Takes the nodes out of the lists that they are in, if they are in any."""
+        member = self.member
+        for node in nodes:
+            at = node + MAX_LISTS
+            number = member[at]
+            if number:
+                following, preceding = self.next, self.previous
+                before, after = preceding[at], following[at]
+                following[before] = after
+                preceding[after] = before
+                self.sizes[number] -= 1
+                member[at] = 0
 
-    def touch(self, node: int) -> None:
-        """Counts a use: the node goes to the hot end of its list, if it is in one."""
-        at = node + MAX_LISTS
-        self.clock += 1
-        self.stamps[at] = self.clock
-        number = self.member[at]
-        following, preceding = self.next, self.previous
-        if number and following[at] != number:
+    def heat(self, nodes: Iterable[int], number: int) -> None:
+        """Puts the nodes at a list's hot end, in their order and as used now, from wherever they are."""
+        following, preceding, member, sizes, stamps = self.next, self.previous, self.member, self.sizes, self.stamps
+        clock, count, last = self.clock, 0, preceding[number]
+        for node in nodes:
+            at = node + MAX_LISTS
+            clock += 1
+            stamps[at] = clock
+            if at == last:
+                continue
+            old = member[at]
+            if old:
+                before, after = preceding[at], following[at]
+                following[before] = after
+                preceding[after] = before
+                sizes[old] -= 1
+            member[at] = number
+            count += 1
+            following[last] = at
+            preceding[at] = last
+            last = at
+        following[last] = number  # not sooner: nobody above looks behind the last
+        preceding[number] = last
+        sizes[number] += count
+        self.clock = clock
+
+    def touch(self, nodes: Sequence[int]) -> None:
+        """Counts a use of each, in their order: it goes to the hot end of its list, if it is in one."""
+        following, member, stamps = self.next, self.member, self.stamps
+        number = member[nodes[0] + MAX_LISTS]
+        if number and len(nodes) == 1:
+            self.heat(nodes, number)
+            return
+        due, is_hottest = nodes[0] + MAX_LISTS, True
+        for node in nodes:
+            at = node + MAX_LISTS
+            if member[at] != number:
+                for each in nodes:
+                    self.touch((each,))
+                return
+            is_hottest = is_hottest and at == due
+            due = following[at]
+        if number and not (is_hottest and due == number):
+            self.heat(nodes, number)
+            return
+        clock = self.clock
+        for node in nodes:
+            clock += 1
+            stamps[node + MAX_LISTS] = clock
+        self.clock = clock
+
+    def shift(self, nodes: Iterable[int], by: int) -> None:
+        """Moves nodes that are in a list to the one `by` further, to where their last use belongs."""
+        following, preceding, member, sizes, stamps = self.next, self.previous, self.member, self.sizes, self.stamps
+        for node in nodes:
+            at = node + MAX_LISTS
+            number = member[at]
+            if not number:
+                continue
             before, after = preceding[at], following[at]
-            following[before], preceding[after] = after, before
-            last = preceding[number]
-            following[last] = preceding[number] = at
-            preceding[at], following[at] = last, number
+            following[before] = after
+            preceding[after] = before
+            sizes[number] -= 1
+            member[at] = number = number + by
+            sizes[number] += 1
+            before, after = preceding[number], number
+            if stamps[before] > stamps[at]:
+                after = self.place(number, stamps[at])
+                before = preceding[after]
+            following[before] = preceding[after] = at
+            preceding[at] = before
+            following[at] = after
+
+    def put_back(self, nodes: Iterable[int], number: int) -> None:
+        """Puts nodes that are in no list where their last use belongs."""
+        for node in nodes:
+            at = node + MAX_LISTS
+            after = self.place(number, self.stamps[at])
+            before = self.previous[after]
+            self.next[before] = self.previous[after] = at
+            self.previous[at] = before
+            self.next[at] = after
+            self.member[at] = number
+            self.sizes[number] += 1
 
     def place(self, number: int, stamp: int) -> int:
         """Before whom a node used at `stamp` belongs."""

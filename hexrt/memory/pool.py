@@ -15,9 +15,10 @@ from types import MappingProxyType
 from hexrt.errors import InvariantViolation, OutOfMemory
 from hexrt.memory import audit
 from hexrt.memory.columns import ABSENT, DEAD, LOADING, RESIDENT, STORING, Level, Page, PageState
-from hexrt.memory.copies import Copies
+from hexrt.memory.copies import LEVELS_OF
+from hexrt.memory.counts import ALL, Counts
 from hexrt.memory.frames import GRANULE
-from hexrt.memory.lru import MAX_LISTS, NEVER, Lru, NextUse, Policy, relink
+from hexrt.memory.lru import MAX_LISTS, NEVER, Lru, NextUse, Policy
 from hexrt.memory.tiers import NO_PAGE, NOWHERE, Hop, Move, PageClass, Tier, TierStatistics
 
 __all__ = [
@@ -26,11 +27,10 @@ __all__ = [
 ]  # fmt: skip
 
 _NO_SUMS: Mapping[Page, int] = MappingProxyType({})
-_ALL = 0b111
 _NOBODY: frozenset[Page] = frozenset()
 
 
-class PagePool(Copies):
+class PagePool(Counts):
     def __init__(self, policy: Policy | None = None) -> None:
         super().__init__(policy)
         self._numbers = 0
@@ -48,12 +48,11 @@ class PagePool(Copies):
         columns, level = self.columns, record.level
         columns.reserve(count)
         pages = array("I")
-        for frame in frames:
+        for _ in frames:
             page = columns.take(cls, span, self._unknown)
             columns.refs[page] = columns.pins[page] = 1
-            columns.state[page] = RESIDENT
-            self._set_copy(record, page, level, frame)
             pages.append(page)
+        self._set_copies(record, pages, level, frames)
         self.tiers[record.top].pinned += count
         return pages
 
@@ -85,9 +84,8 @@ class PagePool(Copies):
         page = columns.take(record.number, span, self._unknown)
         columns.refs[page] = columns.pins[page] = 1
         self.tiers[record.top].pinned += 1
-        columns.to(page, LOADING)
         hop = Hop(page, source, (record.top, frame * record.page_bytes), span * record.page_bytes)
-        return page, self._open((hop,), record.level, copy_of)
+        return page, self._open((page,), LOADING, 0, (hop,), record.level, copy_of)
 
     def _allocate(self, record: PageClass, level: int, spans: Sequence[int]) -> Sequence[int]:
         """A first frame for each span, ascending where they are equal."""
@@ -101,69 +99,6 @@ class PagePool(Copies):
             return space.allocate(frame_class, len(spans))
         return space.allocate_runs(frame_class, spans)
 
-    # --- counting ---------------------------------------------------------------------------------------------------
-
-    def share(self, pages: Iterable[Page]) -> None:
-        """One reference more to each."""
-        for page in pages:
-            self._cls(page)
-            self.columns.refs[page] += 1
-
-    def release(self, pages: Iterable[Page]) -> None:
-        """One reference less to each. A page with no reference, pin or move is gone, and its number may be used again."""
-        columns = self.columns
-        for page in pages:
-            self._cls(page)
-            if not columns.refs[page]:
-                raise InvariantViolation(f"released too often: {self.story(page)}")
-            columns.refs[page] -= 1
-            if not columns.refs[page] and not columns.pins[page] and not columns.moves[page]:
-                self._forget(page)
-
-    def pin(self, pages: Iterable[Page]) -> None:
-        """A pinned page keeps its place at the top; where it is not there, its copies below stay until it is."""
-        columns = self.columns
-        for page in pages:
-            record = self.classes[self._cls(page)]
-            columns.pins[page] += 1
-            if columns.pins[page] == 1:
-                self.tiers[record.top].pinned += 1
-                self._relink(record, page)
-
-    def unpin(self, pages: Iterable[Page]) -> None:
-        """Takes one pin off each; the last one counts as a use."""
-        columns = self.columns
-        for page in pages:
-            record = self.classes[self._cls(page)]
-            if not columns.pins[page]:
-                raise InvariantViolation(f"unpinned too often: {self.story(page)}")
-            columns.pins[page] -= 1
-            if columns.pins[page]:
-                continue
-            self.tiers[record.top].pinned -= 1
-            if not columns.refs[page] and not columns.moves[page]:
-                self._forget(page)
-            else:
-                self._relink(record, page, fresh=_ALL)
-
-    def touch(self, pages: Iterable[Page]) -> None:
-        """Counts a use of each page."""
-        columns, classes = self.columns, self.classes
-        for page in pages:
-            copies = columns.copies[page]
-            for bit, _, lists in classes[self._cls(page)].orders:
-                if copies & bit:
-                    lists.touch(page)
-
-    def set_next_use(self, pages: Iterable[Page], steps: int | None) -> None:
-        """Says how many steps pass until the pages are read again: None is unknown, NEVER never."""
-        bucket, columns = self.policy.bucket(steps), self.columns
-        for page in pages:
-            record = self.classes[self._cls(page)]
-            if columns.bucket[page] != bucket:
-                columns.bucket[page] = bucket
-                self._relink(record, page, fresh=_ALL)
-
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def write(self, pages: Iterable[Page]) -> None:
@@ -175,9 +110,8 @@ class PagePool(Copies):
                 raise InvariantViolation(f"written, but not at the top or not pinned: {self.story(page)}")
             if columns.moves[page]:
                 self._stale.add(page)
-            elif columns.copies[page] != 1 << record.level:
+            else:
                 self._void_below(record, page)
-                self._relink(record, page)
 
     def _void_below(self, record: PageClass, page: Page) -> None:
         for level in record.levels:
@@ -196,19 +130,11 @@ class PagePool(Copies):
             raise InvariantViolation("a move of no pages")
         source, columns = self._source(pages[0], level), self.columns
         record = self.classes[columns.cls[pages[0]]]
-        if len(pages) > 1:
-            self._check_alike(pages, record.number, source, level)
-        if source == level:
-            hops, state = self._relocation(pages, level), STORING
-        else:
-            hops, state = self._passage(record, pages, source, level), LOADING if level < source else STORING
+        held = columns.copies[pages[0]] if len(pages) == 1 else self._check_movable(pages, source, level)
+        hops = self._relocation(pages, level) if source == level else self._passage(record, pages, source, level)
         if level > source:
-            leaving, frame_class = self.tiers[record.tiers[source]].leaving, record.frame_classes[source]
-            for page in pages:
-                leaving[frame_class] += columns.span[page]
-        for page in pages:
-            columns.to(page, state)
-        return self._open(hops, level)
+            self.tiers[record.tiers[source]].leaving[record.frame_classes[source]] += self._frames_of(pages)
+        return self._open(pages, LOADING if level < source else STORING, held, hops, level)
 
     def _passage(self, record: PageClass, pages: Sequence[Page], source: int, level: int) -> tuple[Hop, ...]:
         """Hops in order of their source, to frames in the same order, so that they make few copies."""
@@ -246,16 +172,19 @@ class PagePool(Copies):
             hops.append(Hop(page, (number, old * size), (number, frame * size), span * size))
         return tuple(hops)
 
-    def _open(self, hops: tuple[Hop, ...], level: Level, copy_of: Page = NO_PAGE) -> Move:
+    def _open(
+        self, pages: Sequence[Page], state: int, held: int, hops: tuple[Hop, ...], level: Level, copy_of: Page = NO_PAGE
+    ) -> Move:
+        """`held` are the levels, as bits, at which some of the pages may be in lists."""
         self._numbers = number = self._numbers % 0xFFFF_FFFF + 1
         move = self.moves[number] = Move(number, hops, level, copy_of)
         columns = self.columns
-        for hop in hops:
-            page = hop.page
-            columns.moves[page] = number
-            for lists in columns.lists:
-                if lists.member[page + MAX_LISTS]:
-                    lists.remove(page)
+        moves = columns.moves
+        columns.to(pages, state)
+        for page in pages:
+            moves[page] = number
+        for at in LEVELS_OF[held]:
+            columns.lists[at].take_out(pages)
         return move
 
     def commit(
@@ -267,18 +196,17 @@ class PagePool(Copies):
     ) -> None:
         """The copies are made, but those of `faults`, which lose their source too with `bad_source`. `sums` of pages written to NVME."""
         self._take_off(move)
-        count = size = 0
-        for hop in move.hops:
-            page = hop.page
-            if sums and page in sums:
-                self.columns.sums[page] = sums[page]
-            if faults and page in faults:
-                self._end(move, hop, arrived=False, lose_source=bad_source)
-            else:
-                count += 1
-                size += hop.bytes
-                self._end(move, hop, arrived=True, lose_source=False)
-        source, target = move.hops[0].source[0], self.tiers[move.hops[0].target[0]]
+        for page in sums or ():
+            self.columns.sums[page] = sums[page]
+        hops = move.hops
+        source, target = hops[0].source[0], self.tiers[hops[0].target[0]]
+        if faults or not self._arrive(move, source):
+            for hop in hops:
+                is_good = hop.page not in faults
+                self._end(move, hop, arrived=is_good, lose_source=bad_source and not is_good)
+        if faults:
+            hops = tuple([hop for hop in hops if hop.page not in faults])
+        count, size = len(hops), sum([hop.bytes for hop in hops])
         target.copies_in += count
         target.bytes_in += size
         if source >= 0:
@@ -311,7 +239,7 @@ class PagePool(Copies):
         else:
             if source == level:
                 self._drop_copy(record, page, level)
-            self._set_copy(record, page, level, hop.target[1] // record.page_bytes)
+            self._set_copies(record, (page,), level, (hop.target[1] // record.page_bytes,))
         if lose_source and not is_new:
             self._drop_copy(record, page, source)
         if stale:
@@ -322,8 +250,31 @@ class PagePool(Copies):
         if gone:
             self._forget(page)
         else:
-            # a page that was loaded counts as used in all its tiers
-            self._settle(record, page, 0 if source == level else 1 << level if level > source else _ALL)
+            columns.state[page] = RESIDENT if columns.copies[page] >> record.level & 1 else ABSENT
+            self._enlist((page,), 0 if source == level else 1 << level if level > source else ALL)
+
+    def _arrive(self, move: Move, number: int) -> bool:
+        """Ends all hops together, as nearly all moves end; False, with nothing changed, where they must be ended one by one."""
+        if number < 0 or move.copy_of != NO_PAGE or self._stale or self.tiers[number].level == move.level:
+            return False
+        columns, level, source = self.columns, move.level, self.tiers[number].level
+        refs, pins = columns.refs, columns.pins
+        record = self.classes[columns.cls[move.hops[0].page]]
+        pages: list[Page] = []
+        frames: list[int] = []
+        for hop in move.hops:
+            page = hop.page
+            if not refs[page] and not pins[page]:
+                return False
+            pages.append(page)
+            frames.append(hop.target[1] // record.page_bytes)
+        self._set_copies(record, pages, level, frames)
+        if level > source:
+            self.tiers[number].leaving[record.frame_classes[source]] -= self._frames_of(pages)
+            self._enlist(pages, 1 << level)
+        else:
+            self._enlist(pages, ALL)
+        return True
 
     def _free_target(self, record: PageClass, level: Level, hop: Hop) -> None:
         frame, span = hop.target[1] // record.page_bytes, self.columns.span[hop.page]
@@ -336,9 +287,9 @@ class PagePool(Copies):
         columns = self.columns
         if not 0 <= page < len(columns.cls) or not columns.lists[level].member[page + MAX_LISTS]:
             raise InvariantViolation(f"cannot be evicted from {Level(level).name}: {self.story(page)}")
-        record, only = self.classes[columns.cls[page]], columns.copies[page] == 1 << level
+        record = self.classes[columns.cls[page]]
         tier = self.tiers[record.tiers[level]]
-        if not only:
+        if columns.copies[page] != 1 << level:
             tier.evictions += 1
         elif record.recomputable:
             tier.discards += 1
@@ -346,10 +297,37 @@ class PagePool(Copies):
             raise InvariantViolation(f"the last copy cannot be dropped: {self.story(page)}")
         self._drop_copy(record, page, level)
         if level == record.level:
-            columns.to(page, ABSENT)
-        copies, top = columns.copies[page], 1 << record.level
-        free = copies if not columns.pins[page] else copies & ~top if copies & top else 0
-        relink(record.orders, page, free, 2 * columns.bucket[page] + (not copies & (copies - 1)), 0)
+            columns.state[page] = ABSENT
+
+    def drop_all(self, pages: Sequence[Page], level: Level) -> None:
+        """`drop` of many."""
+        if len(pages) == 1:
+            self.drop(pages[0], level)
+            return
+        columns = self.columns
+        groups: dict[int, list[Page]] = {}
+        member, copies, cls = columns.lists[level].member, columns.copies, columns.cls
+        rows, last = len(cls), 1 << level
+        for page in pages:
+            if not 0 <= page < rows or not member[page + MAX_LISTS]:
+                raise InvariantViolation(f"cannot be evicted from {Level(level).name}: {self.story(page)}")
+            c = cls[page]
+            if copies[page] == last and not self.classes[c].recomputable:
+                raise InvariantViolation(f"the last copy cannot be dropped: {self.story(page)}")
+            if c in groups:
+                groups[c].append(page)
+            else:
+                groups[c] = [page]
+        if len(set(pages)) != len(pages):
+            raise InvariantViolation(f"dropped twice: some of {list(pages)}")
+        for c, group in groups.items():
+            record = self.classes[c]
+            tier = self.tiers[record.tiers[level]]
+            lost = self._drop_copies(record, group, level)
+            tier.discards += lost
+            tier.evictions += len(group) - lost
+            if level == record.level:
+                columns.to(group, ABSENT)
 
     def tier_lost(self, tier: int) -> list[Page]:
         """All copies in the tier are gone, and moves that touch it are aborted; the tier stays. Returns the pages that have no copy any more."""
@@ -362,23 +340,14 @@ class PagePool(Copies):
             record = self.classes[columns.cls[page]]
             if record.tiers[level] == tier:
                 self._drop_copy(record, page, level)
-                if not columns.moves[page]:
-                    self._settle(record, page)
+                if level == record.level and not columns.moves[page]:
+                    columns.to((page,), ABSENT)
+                    if columns.pins[page]:
+                        for at in LEVELS_OF[columns.copies[page]]:
+                            columns.lists[at].take_out((page,))
                 if not columns.copies[page]:
                     lost.append(page)
         return lost
-
-    def _forget(self, page: Page) -> None:
-        """The page has no reference, pin or move: its copies and its number are free."""
-        columns = self.columns
-        record = self.classes[columns.cls[page]]
-        for lists in columns.lists:
-            if lists.list_of(page):
-                lists.remove(page)
-        for level in record.levels:
-            if columns.copies[page] >> level & 1:
-                self._drop_copy(record, page, level)
-        columns.give_back(page)
 
     # --- looking in -------------------------------------------------------------------------------------------------
 
