@@ -219,7 +219,10 @@ class Owner:
     def _end(self, run: Run) -> None:
         self._on_ended(run)
         self._ended.append(run)
-        if len(self._ended) == 1:
+        holding = self._table.holding
+        if holding.held_bytes > holding.max_held_bytes:  # what is closed may be let go of
+            self._loop.call_soon(self.close_ended)
+        elif len(self._ended) == 1:
             self._loop.call_later(CLOSE_S, self.close_ended)
 
     def close_ended(self) -> None:
