@@ -16,7 +16,7 @@ DAEMON = {
     "store_pending_bytes": "bytes handed to the store and not yet on disk, now",
     "store_committed": "records of the store that are on disk",
     "uptime_s": "seconds since the start",
-    "tensors": "tensors in rings and clients' memory, now",
+    "tensors": "tensors in rings, clients' memory and pages, now",
     "tensor_bytes": "bytes of those",
     "segments": "rings and clients' memory that the daemon has mapped, now",
 }
