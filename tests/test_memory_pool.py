@@ -357,7 +357,7 @@ def test_a_list_gives_up_any_node_and_knows_which_list_a_node_is_in() -> None:
     first, second = lists.add_lists(1), lists.add_lists(1)
     lists.heat((0, 1, 2, 4), first)
     lists.heat((3,), second)
-    lists.take_out((1,))
+    lists.remove(1)
     lists.touch((0,))
     assert (list(lists.iterate(first)), lists.size(first), lists.front(first)) == ([2, 4, 0], 3, 2)
     assert (lists.list_of(3), lists.list_of(1), lists.front(second)) == (second, 0, 3)

@@ -114,14 +114,16 @@ class _Faults:
         room = make_room(pool, self.tier, self.cls, count, may_discard=False)
         if room.stores:
             pool.commit(pool.begin(room.stores, Level.HOST))
-        pool.drop_all((*room.drops, *room.stores), Level.DEVICE)
+        for victim in (*room.drops, *room.stores):
+            pool.drop(victim, Level.DEVICE)
 
     def load_after_storing(self, pages: Sequence[Page]) -> None:
         """The victims are the coldest dirty pages, as `make_room` would name them where no page is clean."""
         pool = self.pool
         victims = list(islice(pool.victims(self.tier, self.cls, dirty=True), len(pages)))
         pool.commit(pool.begin(victims, Level.HOST))
-        pool.drop_all(victims, Level.DEVICE)
+        for victim in victims:
+            pool.drop(victim, Level.DEVICE)
         self.load(pages)
 
     def load_through_the_keeper(self, pages: Sequence[Page]) -> None:

@@ -128,40 +128,8 @@ class Copies:
                 tiers[numbers[before.bit_length() - 1]].dirty -= 1
         tier.pages += at
 
-    def _drop_copies(self, record: PageClass, pages: Sequence[Page], level: int) -> int:
-        """Takes the pages out of the level's lists too; those that have one copy left are dirty from now on. How many have none left."""
-        columns, owners, bit = self.columns, record.owners[level], 1 << level
-        copies, places, spans = columns.copies, columns.frames[level], columns.span
-        tier, frame_class = self.tiers[record.tiers[level]], record.frame_classes[level]
-        frames: list[int] = []
-        alone: dict[int, list[Page]] = {}
-        for page in pages:
-            copies[page] = after = copies[page] ^ bit
-            frame, span = places[page], spans[page]
-            if span == 1:
-                owners[frame] = NO_PAGE
-                frames.append(frame)
-            else:
-                owners[frame : frame + span] = array("I", (NO_PAGE,)) * span
-                tier.space.free_run(frame_class, frame, span)
-            if not after & (after - 1):
-                if after in alone:
-                    alone[after].append(page)
-                else:
-                    alone[after] = [page]
-        tier.space.free(frame_class, frames)
-        tier.pages -= len(pages)
-        columns.lists[level].take_out(pages)
-        lost = len(alone.pop(0, ()))
-        tier.dirty -= lost
-        for after, left in alone.items():
-            below = after.bit_length() - 1
-            self.tiers[record.tiers[below]].dirty += len(left)
-            columns.lists[below].shift(left, 1)
-        return lost
-
     def _drop_copy(self, record: PageClass, page: Page, level: int) -> None:
-        """`_drop_copies` of one page, with no detour."""
+        """Takes the page out of the level's list too; where one copy is left, it is dirty from now on."""
         columns = self.columns
         span, frame, owners = columns.span[page], columns.frames[level][page], record.owners[level]
         columns.copies[page] = after = columns.copies[page] ^ 1 << level
@@ -172,13 +140,13 @@ class Copies:
         tier = self.tiers[record.tiers[level]]
         tier.space.free_run(record.frame_classes[level], frame, span)
         tier.pages -= 1
-        columns.lists[level].take_out((page,))
+        columns.lists[level].remove(page)
         if not after:
             tier.dirty -= 1
         elif not after & (after - 1):
             below = after.bit_length() - 1
             self.tiers[record.tiers[below]].dirty += 1
-            columns.lists[below].shift((page,), 1)
+            columns.lists[below].shift(page, 1)
 
     def _enlist(self, pages: Sequence[Page], fresh: int) -> None:
         """Puts pages in the lists they belong in; at the levels of `fresh` as used now, at others, if they are in none, where their last use belongs.
@@ -311,10 +279,10 @@ class Copies:
         return total
 
     def _cls(self, page: Page) -> int:
-        cls = self.columns.cls[page] if 0 <= page < len(self.columns.cls) else DEAD
-        if cls == DEAD:
+        known = self.columns.cls
+        if page < 0 or page >= len(known) or known[page] == DEAD:
             raise InvariantViolation(f"page {page} is none")
-        return cls
+        return known[page]
 
     def cls(self, page: Page) -> int:
         return self._cls(page)

@@ -37,37 +37,38 @@ class Counts(Copies):
     def pin(self, pages: Iterable[Page]) -> None:
         """A pinned page keeps its place at the top; where it is not there, its copies below stay until it is."""
         columns = self.columns
+        pins, cls = columns.pins, columns.cls
         held: list[Page] = []
-        pins = columns.pins
         for page in pages:
-            cls = self._cls(page)
+            c = self._cls(page)
             pins[page] += 1
             if pins[page] == 1:
-                self.tiers[self.classes[cls].top].pinned += 1
+                self.tiers[self.classes[c].top].pinned += 1
                 held.append(page)
-        copies = columns.copies
-        for page in held:
-            level = self.classes[columns.cls[page]].level
-            if copies[page] >> level & 1:
-                columns.lists[level].take_out((page,))
-            else:
-                for at in LEVELS_OF[copies[page]]:
-                    columns.lists[at].take_out((page,))
+        while held:
+            first = held[0]
+            c, copies = cls[first], columns.copies[first]
+            alike = [page for page in held if columns.copies[page] == copies and cls[page] == c]
+            top = 1 << self.classes[c].level
+            for level in LEVELS_OF[top if copies & top else copies]:
+                columns.lists[level].take_out(alike)
+            held = [page for page in held if columns.copies[page] != copies or cls[page] != c]
 
     def unpin(self, pages: Iterable[Page]) -> None:
         """Takes one pin off each; the last one counts as a use."""
         columns = self.columns
+        pins, refs, moves = columns.pins, columns.refs, columns.moves
         free: list[Page] = []
-        pins = columns.pins
         try:
             for page in pages:
-                cls = self._cls(page)
-                if not pins[page]:
+                c = self._cls(page)
+                left = pins[page] - 1
+                if left < 0:
                     raise InvariantViolation(f"unpinned too often: {self.story(page)}")
-                pins[page] -= 1
-                if not pins[page]:
-                    self.tiers[self.classes[cls].top].pinned -= 1
-                    if columns.refs[page] or columns.moves[page]:
+                pins[page] = left
+                if not left:
+                    self.tiers[self.classes[c].top].pinned -= 1
+                    if refs[page] or moves[page]:
                         free.append(page)
                     else:
                         self._forget(page)

@@ -101,15 +101,20 @@ class Lists:
         """Takes the nodes out of the lists that they are in, if they are in any."""
         member = self.member
         for node in nodes:
-            at = node + MAX_LISTS
-            number = member[at]
-            if number:
-                following, preceding = self.next, self.previous
-                before, after = preceding[at], following[at]
-                following[before] = after
-                preceding[after] = before
-                self.sizes[number] -= 1
-                member[at] = 0
+            if member[node + MAX_LISTS]:
+                self.remove(node)
+
+    def remove(self, node: int) -> None:
+        """Takes the node out of the list that it is in, if it is in one."""
+        at = node + MAX_LISTS
+        number = self.member[at]
+        if number:
+            following, preceding = self.next, self.previous
+            before, after = preceding[at], following[at]
+            following[before] = after
+            preceding[after] = before
+            self.sizes[number] -= 1
+            self.member[at] = 0
 
     def heat(self, nodes: Iterable[int], number: int) -> None:
         """Puts the nodes at a list's hot end, in their order and as used now, from wherever they are."""
@@ -140,11 +145,15 @@ class Lists:
     def touch(self, nodes: Sequence[int]) -> None:
         """Counts a use of each, in their order: it goes to the hot end of its list, if it is in one."""
         following, member, stamps = self.next, self.member, self.stamps
-        number = member[nodes[0] + MAX_LISTS]
-        if number and len(nodes) == 1:
-            self.heat(nodes, number)
+        at = nodes[0] + MAX_LISTS
+        number = member[at]
+        if len(nodes) == 1:
+            if number and following[at] != number:
+                self.heat(nodes, number)
+            else:
+                self.clock = stamps[at] = self.clock + 1
             return
-        due, is_hottest = nodes[0] + MAX_LISTS, True
+        due, is_hottest = at, True
         for node in nodes:
             at = node + MAX_LISTS
             if member[at] != number:
@@ -162,27 +171,26 @@ class Lists:
             stamps[node + MAX_LISTS] = clock
         self.clock = clock
 
-    def shift(self, nodes: Iterable[int], by: int) -> None:
-        """Moves nodes that are in a list to the one `by` further, to where their last use belongs."""
-        following, preceding, member, sizes, stamps = self.next, self.previous, self.member, self.sizes, self.stamps
-        for node in nodes:
-            at = node + MAX_LISTS
-            number = member[at]
-            if not number:
-                continue
-            before, after = preceding[at], following[at]
-            following[before] = after
-            preceding[after] = before
-            sizes[number] -= 1
-            member[at] = number = number + by
-            sizes[number] += 1
-            before, after = preceding[number], number
-            if stamps[before] > stamps[at]:
-                after = self.place(number, stamps[at])
-                before = preceding[after]
-            following[before] = preceding[after] = at
-            preceding[at] = before
-            following[at] = after
+    def shift(self, node: int, by: int) -> None:
+        """Moves a node that is in a list, if it is, to the one `by` further, where its last use belongs."""
+        at = node + MAX_LISTS
+        number = self.member[at]
+        if not number:
+            return
+        following, preceding, stamps = self.next, self.previous, self.stamps
+        before, after = preceding[at], following[at]
+        following[before] = after
+        preceding[after] = before
+        self.sizes[number] -= 1
+        self.member[at] = number = number + by
+        self.sizes[number] += 1
+        before, after = preceding[number], number
+        if stamps[before] > stamps[at]:
+            after = self.place(number, stamps[at])
+            before = preceding[after]
+        following[before] = preceding[after] = at
+        preceding[at] = before
+        following[at] = after
 
     def put_back(self, nodes: Iterable[int], number: int) -> None:
         """Puts nodes that are in no list where their last use belongs."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from hexrt.memory.evict import Room, make_room
@@ -32,6 +33,8 @@ HIGH = 1 / 8
 SCATTERED = 0.25
 """Fragmentation from which pages of one class are moved together even where no extent comes free."""
 
+_ENDS = attrgetter("source", "target")
+
 
 @dataclass(slots=True)
 class Run:
@@ -53,17 +56,17 @@ class Watermarks(NamedTuple):
 def coalesce(hops: Iterable[Hop]) -> list[Run]:
     """The fewest contiguous runs of the hops' bytes, in order of their sources."""
     runs: list[Run] = []
-    for hop in sorted(hops, key=lambda hop: (hop.source, hop.target)):
-        last = runs[-1] if runs else None
-        if last is not None and last.page_bytes == hop.bytes:
-            length = len(last.pages) * hop.bytes
-            if hop.source == (last.source, last.source_offset + length) and hop.target == (
-                last.target,
-                last.target_offset + length,
-            ):
-                last.pages.append(hop.page)
-                continue
-        runs.append(Run(*hop.source, *hop.target, hop.bytes, [hop.page]))
+    last = Run(-1, 0, -1, 0, 0)
+    source_end = target_end = -1
+    for hop in sorted(hops, key=_ENDS):
+        (source, offset), (target, place), size = hop.source, hop.target, hop.bytes
+        is_next = offset == source_end and place == target_end and size == last.page_bytes
+        if is_next and source == last.source and target == last.target:
+            last.pages.append(hop.page)
+        else:
+            last = Run(source, offset, target, place, size, [hop.page])
+            runs.append(last)
+        source_end, target_end = offset + size, place + size
     return runs
 
 

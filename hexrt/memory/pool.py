@@ -131,22 +131,27 @@ class PagePool(Counts):
         source, columns = self._source(pages[0], level), self.columns
         record = self.classes[columns.cls[pages[0]]]
         held = columns.copies[pages[0]] if len(pages) == 1 else self._check_movable(pages, source, level)
-        hops = self._relocation(pages, level) if source == level else self._passage(record, pages, source, level)
+        if source == level:
+            return self._open(pages, STORING, held, self._relocation(pages, level), level)
+        pages, frames, hops = self._passage(record, pages, source, level)
         if level > source:
             self.tiers[record.tiers[source]].leaving[record.frame_classes[source]] += self._frames_of(pages)
-        return self._open(pages, LOADING if level < source else STORING, held, hops, level)
+        return self._open(pages, LOADING if level < source else STORING, held, hops, level, frames=frames)
 
-    def _passage(self, record: PageClass, pages: Sequence[Page], source: int, level: int) -> tuple[Hop, ...]:
-        """Hops in order of their source, to frames in the same order, so that they make few copies."""
+    def _passage(
+        self, record: PageClass, pages: Sequence[Page], source: int, level: int
+    ) -> tuple[Sequence[Page], Sequence[int], tuple[Hop, ...]]:
+        """The pages in order of their source, frames for them in the same order, so that they make few copies, and the hops."""
         span, place, size = self.columns.span, self.columns.frames[source], record.page_bytes
         start, end = record.tiers[source], record.tiers[level]
         if len(pages) == 1:
             (page,) = pages
-            (frame,) = self._allocate(record, level, (span[page],))
-            return (Hop(page, (start, place[page] * size), (end, frame * size), span[page] * size),)
+            frames = self._allocate(record, level, (span[page],))
+            hop = Hop(page, (start, place[page] * size), (end, frames[0] * size), span[page] * size)
+            return (page,), frames, (hop,)
         order = sorted(pages, key=place.__getitem__)
         frames = self._allocate(record, level, [span[page] for page in order])
-        return tuple([
+        return order, frames, tuple([
             Hop(page, (start, place[page] * size), (end, frame * size), span[page] * size)
             for page, frame in zip(order, frames, strict=True)
         ])  # fmt: skip
@@ -173,11 +178,18 @@ class PagePool(Counts):
         return tuple(hops)
 
     def _open(
-        self, pages: Sequence[Page], state: int, held: int, hops: tuple[Hop, ...], level: Level, copy_of: Page = NO_PAGE
+        self,
+        pages: Sequence[Page],
+        state: int,
+        held: int,
+        hops: tuple[Hop, ...],
+        level: Level,
+        copy_of: Page = NO_PAGE,
+        frames: Sequence[int] = (),
     ) -> Move:
         """`held` are the levels, as bits, at which some of the pages may be in lists."""
         self._numbers = number = self._numbers % 0xFFFF_FFFF + 1
-        move = self.moves[number] = Move(number, hops, level, copy_of)
+        move = self.moves[number] = Move(number, hops, level, copy_of, pages, frames)
         columns = self.columns
         moves = columns.moves
         columns.to(pages, state)
@@ -255,20 +267,15 @@ class PagePool(Counts):
 
     def _arrive(self, move: Move, number: int) -> bool:
         """Ends all hops together, as nearly all moves end; False, with nothing changed, where they must be ended one by one."""
-        if number < 0 or move.copy_of != NO_PAGE or self._stale or self.tiers[number].level == move.level:
+        if self._stale or not move.frames:
             return False
-        columns, level, source = self.columns, move.level, self.tiers[number].level
+        columns, level, pages, source = self.columns, move.level, move.pages, self.tiers[number].level
         refs, pins = columns.refs, columns.pins
-        record = self.classes[columns.cls[move.hops[0].page]]
-        pages: list[Page] = []
-        frames: list[int] = []
-        for hop in move.hops:
-            page = hop.page
+        for page in pages:
             if not refs[page] and not pins[page]:
                 return False
-            pages.append(page)
-            frames.append(hop.target[1] // record.page_bytes)
-        self._set_copies(record, pages, level, frames)
+        record = self.classes[columns.cls[page]]
+        self._set_copies(record, pages, level, move.frames)
         if level > source:
             self.tiers[number].leaving[record.frame_classes[source]] -= self._frames_of(pages)
             self._enlist(pages, 1 << level)
@@ -298,36 +305,6 @@ class PagePool(Counts):
         self._drop_copy(record, page, level)
         if level == record.level:
             columns.state[page] = ABSENT
-
-    def drop_all(self, pages: Sequence[Page], level: Level) -> None:
-        """`drop` of many."""
-        if len(pages) == 1:
-            self.drop(pages[0], level)
-            return
-        columns = self.columns
-        groups: dict[int, list[Page]] = {}
-        member, copies, cls = columns.lists[level].member, columns.copies, columns.cls
-        rows, last = len(cls), 1 << level
-        for page in pages:
-            if not 0 <= page < rows or not member[page + MAX_LISTS]:
-                raise InvariantViolation(f"cannot be evicted from {Level(level).name}: {self.story(page)}")
-            c = cls[page]
-            if copies[page] == last and not self.classes[c].recomputable:
-                raise InvariantViolation(f"the last copy cannot be dropped: {self.story(page)}")
-            if c in groups:
-                groups[c].append(page)
-            else:
-                groups[c] = [page]
-        if len(set(pages)) != len(pages):
-            raise InvariantViolation(f"dropped twice: some of {list(pages)}")
-        for c, group in groups.items():
-            record = self.classes[c]
-            tier = self.tiers[record.tiers[level]]
-            lost = self._drop_copies(record, group, level)
-            tier.discards += lost
-            tier.evictions += len(group) - lost
-            if level == record.level:
-                columns.to(group, ABSENT)
 
     def tier_lost(self, tier: int) -> list[Page]:
         """All copies in the tier are gone, and moves that touch it are aborted; the tier stays. Returns the pages that have no copy any more."""

@@ -6,6 +6,7 @@ Owns no decision; `pool.PagePool` keeps them, plans and the keeper read them. On
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,6 +34,8 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     hops: tuple[Hop, ...]
     level: Level
     copy_of: Page = NO_PAGE  # the page whose content a copy-on-write takes
+    pages: Sequence[Page] = ()  # in the order of the hops
+    frames: Sequence[int] = ()  # their new ones, where all hops go to another tier
 
 
 @dataclass(eq=False, slots=True)
