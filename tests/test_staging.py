@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from hexrt.core import DeviceKind, RunState
+from hexrt.core import DeviceKind, RunId, RunState
 from hexrt.devices.link import HostLink
 from hexrt.memory.pool import Level
 from hexrt.runtime.entities import Run
 from hexrt.workflow.model import StepSpec, Workflow
 from tests.seeds import seeds
 from tests.tensor_bodies import make, total
-from tests.tensor_rig import Rig, call, ref, rigged
+from tests.tensor_rig import ME, Rig, call, ref, rigged
 
 Scene = tuple[Rig, asyncio.Runner]
 MEMORY = {"ring_mib": 1, "host_mib": 4, "nvme_mib": 64}
@@ -111,8 +111,6 @@ def test_more_tensors_than_host_holds_come_back_as_they_were(scene: Scene) -> No
 
 
 def _newest(rig: Rig) -> tuple[Any, Any]:
-    from tests.tensor_rig import ME
-
     return ME, list(rig.table.runs)[-1]
 
 
@@ -153,6 +151,27 @@ def test_what_a_spoilt_disk_gives_back_is_noticed_and_made_again(scene: Scene) -
     tier = rig.daemon.brain.engines.keeper.pool.tiers[1]
     assert "checksum" in tier.degraded
     assert any(record.state == "lost" for record in run.history)
+
+
+def test_a_step_says_that_it_waits_for_tensors_from_nvme_or_for_room_in_host(scene: Scene) -> None:
+    rig, runner = scene
+    staging = rig.daemon.brain.staging
+    run, set_ready = runner.run(held(rig, many()))
+
+    def waits() -> set[str]:
+        return {step.waits for step in runner.run(rig.service.status(ME, RunId(run.id))).steps}
+
+    assert waits() == {""}
+    pid = disk(rig).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        set_ready(True)
+        runner.run(rig.until(lambda: len(staging._waits) > 0 and len(staging._unstarted) > 0))
+        assert waits() == {"", f"1 tensor ({4 * NUMBERS >> 10} KiB) from nvme", "room in host for 1 tensor"}
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert runner.run(rig.result(run))[1] == EXPECTED
+    assert waits() == {""}
 
 
 def test_a_run_whose_lost_tensor_may_not_be_made_twice_ends_by_its_name(scene: Scene) -> None:

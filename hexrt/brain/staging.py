@@ -26,7 +26,7 @@ Arrived = Callable[[Tensor], None]
 
 @dataclass(eq=False, slots=True)
 class _Wait:
-    """A ready task and the pages that are pinned for it, some of them on their way."""
+    """A ready task and the pages that it waits for: on their way, and pinned, or not begun."""
 
     task: Task
     pages: list[Page]
@@ -41,7 +41,7 @@ class Staging:
         keeper.when_freed.append(self._frames_freed)
         self.paged: dict[Page, Tensor] = {}
         self._waits: dict[int, _Wait] = {}  # by the task's id
-        self._unstarted: list[Task] = []  # there was no room, or somebody else moves their pages
+        self._unstarted: dict[int, _Wait] = {}  # there was no room, or somebody else moves their pages
         self.again: list[Task] = []  # to be queued again
         self.lost: list[TensorsLost] = []  # events to be applied
 
@@ -118,6 +118,7 @@ class Staging:
         """Whether all that the task reads is in HOST. If not, it is given back in `again` once that may be so, or its run hears of a loss."""
         pool = self._pool
         wait = self._waits.pop(id(task), None)
+        self._unstarted.pop(id(task), None)
         absent = [tensor.page for tensor in tensors if tensor.page >= 0 and not pool.has(tensor.page, Level.HOST)]
         if wait is not None:
             task.pages_migrated += len(wait.pages)
@@ -129,8 +130,22 @@ class Staging:
         if gone:
             self.lost += (TensorsLost(task.run.id, step, now_ns) for step in sorted(gone))
         elif any(map(pool.moving, absent)) or not self._fetch(task, absent):
-            self._unstarted.append(task)
+            self._unstarted[id(task)] = _Wait(task, absent)
         return False
+
+    def waits_for(self, task: Task) -> str:
+        """What a ready task waits for before it can be launched; empty for any other."""
+        wait = self._waits.get(id(task)) or self._unstarted.get(id(task))
+        if wait is None or task.state is not TaskState.READY:
+            return ""
+        pool = self._pool
+        pages = [page for page in wait.pages if not pool.has(page, Level.HOST)]
+        if not pages:
+            return ""  # it is about to be queued again
+        count = f"{len(pages)} tensor{'s' * (len(pages) > 1)}"
+        if id(task) in self._waits or any(map(pool.moving, pages)):
+            return f"{count} ({sum(self.paged[page].bytes for page in pages) >> 10} KiB) from nvme"
+        return f"room in host for {count}"
 
     def check_fits(self, tensors: Sequence[Tensor]) -> None:
         """Raises OutOfMemory where these can never be in HOST at one time."""
@@ -150,7 +165,7 @@ class Staging:
         return True
 
     def _frames_freed(self) -> None:
-        self.again += self._unstarted
+        self.again += [wait.task for wait in self._unstarted.values()]
         self._unstarted.clear()
 
     def take_again(self) -> list[Task]:

@@ -67,16 +67,16 @@ def step_status(step: Step) -> StepStatus:
 
 
 def status_of(run: Run, now_ns: int, waits_for: Callable[[Task], str]) -> RunStatus:
-    """`waits_for` says what a task of an LLM engine waits for."""
+    """`waits_for` says what a task waits for that is ready or with an LLM engine."""
     return RunStatus(0, summary_of(run, now_ns), tuple(_with_waits(s, waits_for) for s in run.steps))
 
 
 def _with_waits(step: Step, waits_for: Callable[[Task], str]) -> StepStatus:
     status = step_status(step)
-    if step.state >= TaskState.DONE or all(part.body is not None for part in step.node.op.parts):
+    if step.state is not TaskState.READY:
         return status
-    at_engine = (task for task in step.tasks if TaskState.PLACED <= task.state <= TaskState.RUNNING)
-    waits = next((found for task in at_engine if (found := waits_for(task))), "")
+    begun = (task for task in step.tasks if TaskState.READY <= task.state <= TaskState.RUNNING)
+    waits = next((found for task in begun if (found := waits_for(task))), "")
     return msgspec.structs.replace(status, waits=waits) if waits else status
 
 

@@ -38,7 +38,7 @@ from hexrt.runtime.answers import (
     update_of,
 )  # fmt: skip
 from hexrt.runtime.deadlines import Deadlines
-from hexrt.runtime.entities import Change, Run
+from hexrt.runtime.entities import Change, Run, Task
 from hexrt.runtime.machine import devices_of, memory_of
 from hexrt.runtime.owner import Owner
 from hexrt.runtime.passing import Results, check_tensors, recordable
@@ -232,7 +232,10 @@ class Service:
         await self._settled(found)
         if found.id not in self._table.runs:  # it ended and was let go of meanwhile
             return await self.status(peer, run)
-        return status_of(found, self._clock.now_ns(), self._brain.engines.waits_for)
+        return status_of(found, self._clock.now_ns(), self._waits_for)
+
+    def _waits_for(self, task: Task) -> str:
+        return self._brain.engines.waits_for(task) or self._brain.staging.waits_for(task)
 
     async def list_runs(self, peer: Peer, state: RunState | None, limit: int) -> RunList:
         """Newest first: what is in memory, and of the store what is not."""
