@@ -139,13 +139,14 @@ class PageColumns:
         self.cls[page] = DEAD
         self._unused.append(page)
 
-    def to(self, pages: Iterable[Page], state: int) -> None:
-        """Changes the pages' state. Raises InvariantViolation where that is no legal move."""
-        states = self.state
+    def enter(self, pages: Iterable[Page], move: int, state: int) -> None:
+        """The pages are in a move from now on. Raises InvariantViolation where that is no legal change of state."""
+        states, moves = self.state, self.moves
         for page in pages:
             if not _NEXT[states[page]] >> state & 1:
                 raise InvariantViolation(f"to {STATES[state].name}: {self.story(page)}")
             states[page] = state
+            moves[page] = move
 
     def story(self, page: Page) -> str:
         if not 0 <= page < len(self.refs) or self.cls[page] == DEAD:

@@ -205,8 +205,11 @@ class Copies:
 
     def _source(self, page: Page, level: int) -> int:
         columns = self.columns
-        record, copies = self.classes[self._cls(page)], columns.copies[page]
-        if record.tiers[level] < 0 or not copies or columns.moves[page]:
+        try:
+            record, copies = self.classes[columns.cls[page]], columns.copies[page]
+        except IndexError:
+            raise InvariantViolation(f"page {page} is none") from None
+        if page < 0 or record.tiers[level] < 0 or not copies or columns.moves[page]:
             raise InvariantViolation(f"cannot be moved to {Level(level).name}: {self.story(page)}")
         if copies >> level & 1:
             if columns.pins[page]:

@@ -116,7 +116,7 @@ def make_room(
     has_others = space.is_shared(frame_class)
     room = Room([] if has_others else pool.coldest_clean(tier, cls, need), [], [])
     if room.drops:
-        need -= sum(map(pool.span, room.drops))
+        need -= sum(map(pool.columns.span.__getitem__, room.drops))
         if need <= 0:
             return room
     search = _Search(pool, tier, cls, may_discard, admits, need, room)

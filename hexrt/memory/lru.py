@@ -99,10 +99,16 @@ class Lists:
 
     def take_out(self, nodes: Iterable[int]) -> None:
         """Takes the nodes out of the lists that they are in, if they are in any."""
-        member = self.member
+        following, preceding, member, sizes = self.next, self.previous, self.member, self.sizes
         for node in nodes:
-            if member[node + MAX_LISTS]:
-                self.remove(node)
+            at = node + MAX_LISTS
+            number = member[at]
+            if number:
+                before, after = preceding[at], following[at]
+                following[before] = after
+                preceding[after] = before
+                sizes[number] -= 1
+                member[at] = 0
 
     def remove(self, node: int) -> None:
         """Takes the node out of the list that it is in, if it is in one."""

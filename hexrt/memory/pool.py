@@ -85,7 +85,7 @@ class PagePool(Counts):
         columns.refs[page] = columns.pins[page] = 1
         self.tiers[record.top].pinned += 1
         hop = Hop(page, source, (record.top, frame * record.page_bytes), span * record.page_bytes)
-        return page, self._open((page,), LOADING, 0, (hop,), record.level, copy_of)
+        return page, self._open((page,), LOADING, 0, (hop,), record.level, (), copy_of)
 
     def _allocate(self, record: PageClass, level: int, spans: Sequence[int]) -> Sequence[int]:
         """A first frame for each span, ascending where they are equal."""
@@ -136,7 +136,7 @@ class PagePool(Counts):
         pages, frames, hops = self._passage(record, pages, source, level)
         if level > source:
             self.tiers[record.tiers[source]].leaving[record.frame_classes[source]] += self._frames_of(pages)
-        return self._open(pages, LOADING if level < source else STORING, held, hops, level, frames=frames)
+        return self._open(pages, LOADING if level < source else STORING, held, hops, level, frames)
 
     def _passage(
         self, record: PageClass, pages: Sequence[Page], source: int, level: int
@@ -184,17 +184,14 @@ class PagePool(Counts):
         held: int,
         hops: tuple[Hop, ...],
         level: Level,
-        copy_of: Page = NO_PAGE,
         frames: Sequence[int] = (),
+        copy_of: Page = NO_PAGE,
     ) -> Move:
         """`held` are the levels, as bits, at which some of the pages may be in lists."""
         self._numbers = number = self._numbers % 0xFFFF_FFFF + 1
         move = self.moves[number] = Move(number, hops, level, copy_of, pages, frames)
         columns = self.columns
-        moves = columns.moves
-        columns.to(pages, state)
-        for page in pages:
-            moves[page] = number
+        columns.enter(pages, number, state)
         for at in LEVELS_OF[held]:
             columns.lists[at].take_out(pages)
         return move
@@ -218,7 +215,7 @@ class PagePool(Counts):
                 self._end(move, hop, arrived=is_good, lose_source=bad_source and not is_good)
         if faults:
             hops = tuple([hop for hop in hops if hop.page not in faults])
-        count, size = len(hops), sum([hop.bytes for hop in hops])
+        count, size = len(hops), hops[0].bytes if len(hops) == 1 else sum([hop.bytes for hop in hops])
         target.copies_in += count
         target.bytes_in += size
         if source >= 0:
@@ -318,7 +315,7 @@ class PagePool(Counts):
             if record.tiers[level] == tier:
                 self._drop_copy(record, page, level)
                 if level == record.level and not columns.moves[page]:
-                    columns.to((page,), ABSENT)
+                    columns.state[page] = ABSENT
                     if columns.pins[page]:
                         for at in LEVELS_OF[columns.copies[page]]:
                             columns.lists[at].take_out((page,))
