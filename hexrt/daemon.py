@@ -41,6 +41,7 @@ from hexrt.runtime.answers import ended_of_lost
 from hexrt.runtime.arenas import Arenas, keeper_of, model_source
 from hexrt.runtime.fleet import Fleet, host_environ
 from hexrt.runtime.holding import NO_LIMIT
+from hexrt.runtime.recount import Recount
 from hexrt.runtime.service import Service
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
@@ -95,6 +96,9 @@ class Daemon:
             lambda workflow: check_in_slices(workflow, ops, self._graph_limits(), self.config.steps.timeout_s, self._facts), self.stop, self.tensors,
             self.arenas.facts,
         )  # fmt: skip
+        if config.daemon.check_integrity:
+            owner = self.service.owner
+            owner.recount = Recount(self._loop, self.table, self.brain, self.tensors, owner.is_due)
         self.server = Server(self.service, self._server_limits(), self._bug)
 
     def _graph_limits(self) -> GraphLimits:
@@ -271,6 +275,8 @@ class Daemon:
         self.stop(False)
 
     async def close(self) -> None:
+        if self.service.owner.recount is not None:
+            self.service.owner.recount.close()
         await self.server.close()
         fleet = self.service.owner.fleet
         if fleet is not None:

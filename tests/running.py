@@ -48,7 +48,7 @@ class Running:
             ready.bind(str(notify))
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hexrt.daemon", "--config", str(self.config), "--socket", str(self.socket), "--state-dir", str(self.state)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environ | {"NOTIFY_SOCKET": str(notify)}, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environ | {"NOTIFY_SOCKET": str(notify), "HEXRT_DAEMON_CHECK_INTEGRITY": "true"}, start_new_session=True,
             )  # fmt: skip
             ended = os.pidfd_open(self.process.pid)
             try:
@@ -83,6 +83,9 @@ class Running:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip
         if self.process is not None and self.process.poll() is None:
             self.stop()
+        if kind is None:
+            log = self.log.read_text(errors="replace")
+            assert "check_integrity" not in log, f"hexrtd counted over, and found a difference:\n{log[-10_000:]}"
 
 
 def is_alive(pid: int) -> bool:

@@ -28,6 +28,7 @@ from hexrt.workflow.model import StepSpec, Workflow
 
 ME = Peer(os.getuid(), os.getgid())
 CONFIG: dict[str, Any] = {
+    "daemon": {"check_integrity": True},
     "cpu": {"enabled": False},
     "npu": {"enabled": False},
     "pool": {"workers": 2},
@@ -63,6 +64,7 @@ class Rig:
         listener = bind(directory / "d.sock")
         made = msgspec.convert({**CONFIG, **config}, Config)
         self.daemon = Daemon(made, lambda: made, listener, directory / "state", load_ops()[0])
+        asyncio.get_running_loop().set_exception_handler(self.daemon._on_loop_error)
         self._listener = listener
         self.service, self.table, self.tensors = self.daemon.service, self.daemon.table, self.daemon.tensors
         self.daemon.recover()
@@ -128,6 +130,7 @@ class Rig:
     async def close(self) -> None:
         await self.daemon.close()
         self._listener.close()
+        assert self.daemon.failure is None, self.daemon.failure
 
 
 @contextmanager

@@ -206,12 +206,14 @@ class Engines:
                 return f"{need} pages of {entry.engine.pages.capacity} on {task.device}; held by {held or 'nobody'}"  # type: ignore[union-attr]
         return ""
 
+    def engines(self) -> Iterator[Engine]:
+        return (e.engine for entries in self._entries.values() for e in entries.values() if e.engine is not None)
+
     def holdings(self) -> Iterator[tuple[bytes, Sequence[Page]]]:
         """The pages of each sequence, by run."""
-        for entries in self._entries.values():
-            for entry in entries.values():
-                for key, pages in entry.engine.holdings() if entry.engine is not None else ():
-                    yield key[0], pages  # type: ignore[index]
+        for engine in self.engines():
+            for key, pages in engine.holdings():
+                yield key[0], pages  # type: ignore[index]
 
     def why_stopping(self, task: Task) -> ErrorRecord | None:
         """What a task that is being stopped will fail of; None for any other."""
@@ -341,10 +343,8 @@ class Engines:
             self._entries[device][name] = Entry(entry.model, entry.engine, kept=entry.kept)
 
     def _frames_freed(self) -> None:
-        for entries in self._entries.values():
-            for entry in entries.values():
-                if entry.engine is not None:
-                    entry.engine.frames_freed()
+        for engine in self.engines():
+            engine.frames_freed()
 
     def _outcome(self, entry: Entry, outcome: Outcome, at_ns: int) -> None:
         key: Key = outcome.key  # type: ignore[assignment]

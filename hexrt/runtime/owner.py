@@ -20,6 +20,7 @@ from hexrt.events import DURABLE, Event, Finished, Recovered, Started, Submitted
 from hexrt.runtime.answers import ended_of
 from hexrt.runtime.entities import Change, Run
 from hexrt.runtime.fleet import Fleet
+from hexrt.runtime.recount import Recount
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
 from hexrt.runtime.store_writer import Wait
@@ -63,6 +64,7 @@ class Owner:
         self._due = False
         self._gated: deque[tuple[int, Callable[[], None]]] = deque()
         self.fleet: Fleet | None = None
+        self.recount: Recount | None = None
         self.when_still: Callable[[], None] | None = None  # called once when nothing is in flight
         self.turns = 0
         brain.staging.when_freed(self.wake)  # which may be when a turn has decided
@@ -79,6 +81,10 @@ class Owner:
         if not self._due:
             self._due = True
             self._loop.call_soon(self.turn_if_due)
+
+    def is_due(self) -> bool:
+        """Whether a turn is to come."""
+        return self._due or bool(self._mailbox)
 
     def turn_if_due(self) -> None:
         """Takes the turn that is due now, rather than in the loop's next round."""
@@ -133,6 +139,8 @@ class Owner:
         if self.when_still is not None and not any(run.in_flight for run in table.runs.values()):
             act, self.when_still = self.when_still, None
             act()
+        if self.recount is not None:
+            self.recount.after_turn()
 
     def _apply(self, event: Event, kept: list[Event]) -> None:
         self._table.apply(event)
