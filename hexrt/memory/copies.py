@@ -7,7 +7,7 @@ nothing. Pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 
 from hexrt.errors import InvariantViolation
@@ -155,8 +155,8 @@ class Copies:
         Copies that belong in none are in none already.
         """
         if len(pages) > 1 and not self._are_alike(pages):
-            for page in pages:
-                self._enlist((page,), fresh)
+            for group in self._alike(pages):
+                self._enlist(group, fresh)
             return
         columns, page = self.columns, pages[0]
         if columns.moves[page]:
@@ -183,6 +183,16 @@ class Copies:
             if cls[page] != c or (not moves[page]) is not is_moving:
                 return False
         return True
+
+    def _alike(self, pages: Sequence[Page]) -> Iterable[Sequence[Page]]:
+        """Groups of pages that are alike, in their order."""
+        columns = self.columns
+        cls, copies, bucket, pins, moves = columns.cls, columns.copies, columns.bucket, columns.pins, columns.moves
+        groups: dict[tuple[int, int, int, bool, bool], list[Page]] = {}
+        for page in pages:
+            key = copies[page], bucket[page], cls[page], not pins[page], not moves[page]
+            groups.setdefault(key, []).append(page)
+        return groups.values()
 
     def _frames_of(self, pages: Sequence[Page]) -> int:
         return sum(map(self.columns.span.__getitem__, pages))

@@ -85,8 +85,11 @@ class Counts(Copies):
         held, c = copies[pages[0]], cls[pages[0]]
         for page in pages if len(pages) > 1 else ():
             if copies[page] != held or cls[page] != c:
+                groups: dict[tuple[int, int], list[Page]] = {}
                 for each in pages:
-                    self.touch((each,))
+                    groups.setdefault((copies[each], cls[each]), []).append(each)
+                for group in groups.values():
+                    self.touch(group)
                 return
         for bit, _, lists in self.classes[c].orders:
             if held & bit:

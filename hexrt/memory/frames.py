@@ -35,9 +35,14 @@ class FrameSpace(Extents):
         pieces = []
         while count:
             first, length = self._pick(c, count)
-            self._take(c, first, length)
-            pieces.append((first, length))
-            count -= length
+            if length > 1 or not c.free:
+                self._take(c, first, length)
+                pieces.append((first, length))
+                count -= length
+                continue
+            singles = min(count, c.free)  # no run is longer, so that any free frames do
+            pieces.extend([(self._take_lowest(c), 1) for _ in range(singles)])
+            count -= singles
         pieces.sort()
         frames = array("I")
         for first, length in pieces:

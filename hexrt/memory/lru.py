@@ -163,8 +163,11 @@ class Lists:
         for node in nodes:
             at = node + MAX_LISTS
             if member[at] != number:
+                groups: dict[int, list[int]] = {}
                 for each in nodes:
-                    self.touch((each,))
+                    groups.setdefault(member[each + MAX_LISTS], []).append(each)
+                for group in groups.values():
+                    self.touch(group)
                 return
             is_hottest = is_hottest and at == due
             due = following[at]
