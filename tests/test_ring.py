@@ -553,7 +553,7 @@ class AgainstDictionary(RuleBasedStateMachine):
         slot = self.writer.reserve_nowait(size)
         taken = sum(-(-max(1, self.sizes[number]) // 64) * 64 for number in self.held())
         if slot is None:
-            assert len(self.held()) == MOST or size > self.writer.statistics().largest_gap_bytes
+            assert len(self.held()) == MOST or max(1, size) > self.writer.statistics().largest_gap_bytes
             return
         assert len(self.held()) < MOST and taken + size <= BYTES
         self.count += 1
