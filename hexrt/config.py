@@ -26,9 +26,7 @@ class Daemon(_Section):
     admin_gids: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)], ...] = ()
     drain_s: Seconds = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    check_integrity: bool = (
-        False  # for tests: recounts everything when nothing is in flight; a difference stops the daemon
-    )
+    check_integrity: bool = False  # for tests: counts all over when nothing is in flight; a difference stops the daemon
 
 
 class Limits(_Section):
