@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from hexrt import values
 from hexrt.brain.staging import Staging
+from hexrt.core import RunId
 from hexrt.errors import TaskFailed
 from hexrt.memory.frames import GRANULE
 from hexrt.memory.keeper import Keeper
@@ -18,6 +20,8 @@ from hexrt.protocol.host import HOST
 from hexrt.runtime.entities import Tensor
 from hexrt.scheduling.links import Links
 from tests.notation import submit, table, workflow
+from tests.tensor_rig import ME, rigged
+from tests.test_staging import MEMORY, held, many
 
 
 @pytest.mark.parametrize(
@@ -88,3 +92,26 @@ def test_where_the_host_of_the_disk_cannot_be_had_no_move_waits_for_it() -> None
     keeper.decide(1, {}, {})
     assert not len(keeper.traffic) and [tensor.refs for tensor in tensors] == [1, 1]
     keeper.check_integrity()
+
+
+def test_what_was_brought_up_for_a_step_is_let_go_where_it_is_cancelled_while_it_waits_for_a_worker(
+    tmp_path: Path,
+) -> None:
+    with rigged(tmp_path, memory=MEMORY, pool={"workers": 1}) as (rig, runner):
+        brain = rig.daemon.brain
+        keeper, staging = brain.engines.keeper, brain.staging
+        keeper.wants_disk = True
+        rig.service.owner.wake()
+        runner.run(rig.until(lambda: "disk:0" in brain.devices and brain.devices["disk:0"].ready))
+        run, set_ready = runner.run(held(rig, many()))
+        set_ready(True)
+        runner.run(rig.until(lambda: bool(staging._waits) or run.ended_ns > 0))
+        set_ready(False)  # their tensors come, and they wait for a worker
+        runner.run(rig.until(lambda: not len(keeper.traffic) and not staging.again))
+        assert staging._waits
+        runner.run(rig.service.cancel(ME, RunId(run.id), "enough"))
+        set_ready(True)
+        runner.run(rig.until(lambda: run.ended_ns > 0 and not staging._waits and not len(keeper.traffic)))
+        rig.check_empty()
+        staging.check_integrity(idle=True)
+        assert keeper.pool.tiers[0].pages == 0

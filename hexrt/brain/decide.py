@@ -209,6 +209,7 @@ class Brain:
             task = queue.first()
             if task.state is not READY:  # cancelled or skipped since it was queued
                 queue.pop()
+                self.staging.let_go(task)
                 continue
             if task.step.node.op.parts[task.op_part].body is None:
                 queue.pop()
@@ -296,6 +297,7 @@ class Brain:
             if tensors:
                 self.staging.check_fits(tensors)
         except HexrtError as error:
+            self.staging.let_go(task)
             out.events.append(Failed(task.run.id, node.index, task.part, task.attempt, device.name, now_ns, now_ns, ErrorRecord(error.kind, error.message, node.id)))  # fmt: skip
             return
         if tensors and not self.staging.is_ready(task, tensors, now_ns):

@@ -164,6 +164,13 @@ class Staging:
         self._waits[id(task)] = _Wait(task, pages)
         return True
 
+    def let_go(self, task: Task) -> None:
+        """The task was queued again and is not to be launched after all: what was brought up for it is not held any more."""
+        wait = self._waits.pop(id(task), None)
+        if wait is not None:
+            self._pool.unpin(wait.pages)
+            self._keeper.freed()
+
     def _frames_freed(self) -> None:
         self.again += [wait.task for wait in self._unstarted.values()]
         self._unstarted.clear()
@@ -172,8 +179,8 @@ class Staging:
         """Tasks to be queued again; what was held for those that are not wanted any more is let go of."""
         again, self.again = self.again, []
         for task in again:
-            if task.state is not TaskState.READY and (wait := self._waits.pop(id(task), None)) is not None:
-                self._pool.unpin(wait.pages)
+            if task.state is not TaskState.READY:
+                self.let_go(task)
         return [task for task in again if task.state is TaskState.READY]
 
     def check_integrity(self, idle: bool) -> None:
