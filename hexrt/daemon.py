@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -322,6 +323,12 @@ async def _main(config: Config, reload: Callable[[], Config]) -> int:
     return 1 if daemon.failure is not None else 0
 
 
+def _allow_files() -> None:
+    """As many open files as may be: each client is one, and so is the memory that each open run was passed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The entry point of `hexrtd`. Returns the exit status: 0 after an orderly stop, 1 after a failure, 2 where it cannot start."""
     parser = argparse.ArgumentParser(
@@ -336,6 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_config(flags, os.environ, given.config)
         logging.basicConfig(level=config.daemon.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)  # fmt: skip
+        _allow_files()
         return uvloop.run(_main(config, lambda: load_config(flags, os.environ, given.config)))
     except HexrtError as error:
         print(f"hexrtd: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hexrt.protocol.host import HOST
 from hexrt.runtime.entities import Tensor
 from hexrt.scheduling.links import Links
 from tests.notation import submit, table, workflow
+from tests.running import Running
 from tests.tensor_rig import ME, rigged
 from tests.test_staging import MEMORY, held, many
 
@@ -106,12 +108,26 @@ def test_what_was_brought_up_for_a_step_is_let_go_where_it_is_cancelled_while_it
         run, set_ready = runner.run(held(rig, many()))
         set_ready(True)
         runner.run(rig.until(lambda: bool(staging._waits) or run.ended_ns > 0))
-        set_ready(False)  # their tensors come, and they wait for a worker
+        brain.paused = True  # their tensors come, and they wait for a worker
         runner.run(rig.until(lambda: not len(keeper.traffic) and not staging.again))
         assert staging._waits
         runner.run(rig.service.cancel(ME, RunId(run.id), "enough"))
-        set_ready(True)
+        brain.paused = False
+        rig.service.owner.wake()
         runner.run(rig.until(lambda: run.ended_ns > 0 and not staging._waits and not len(keeper.traffic)))
         rig.check_empty()
         staging.check_integrity(idle=True)
         assert keeper.pool.tiers[0].pages == 0
+
+
+def test_the_daemon_may_open_as_many_files_as_its_hard_limit_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    daemon = Running(tmp_path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        daemon.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with daemon:
+        assert daemon.process is not None
+        assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
