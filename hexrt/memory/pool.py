@@ -132,7 +132,7 @@ class PagePool(Counts):
         record = self.classes[columns.cls[pages[0]]]
         held = columns.copies[pages[0]] if len(pages) == 1 else self._check_movable(pages, source, level)
         if source == level:
-            return self._open(pages, STORING, held, self._relocation(pages, level), level)
+            return self._open(tuple(pages), STORING, held, self._relocation(pages, level), level)
         pages, frames, hops = self._passage(record, pages, source, level)
         if level > source:
             self.tiers[record.tiers[source]].leaving[record.frame_classes[source]] += self._frames_of(pages)
