@@ -174,6 +174,28 @@ def test_a_step_says_that_it_waits_for_tensors_from_nvme_or_for_room_in_host(sce
     assert waits() == {""}
 
 
+def test_a_run_may_be_forgotten_while_its_tensors_leave_the_ring_of_a_dead_host(scene: Scene) -> None:
+    rig, runner = scene
+    traffic = rig.daemon.brain.engines.keeper.traffic
+    pid, workers = disk(rig).pid, [link.pid for link in rig.links if link.device.startswith("pool")]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        run = runner.run(rig.submit(Workflow(tuple(call(f"make{i}", "make", 5000, seed=i) for i in range(8)))))
+        runner.run(rig.result(run))
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+        runner.run(rig.until(lambda: len(traffic) == 8))
+        rig.service.owner.close_ended()
+        rig.table.forget(run)
+        rig.tensors.collect()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    runner.run(rig.until(lambda: not len(traffic)))
+    assert rig.daemon.failure is None
+    runner.run(rig.until(lambda: all(d.ready for d in rig.daemon.brain.devices.values())))
+    assert rig.tensors.statistics()["segments"] == len(rig.links)
+
+
 def test_a_run_whose_lost_tensor_may_not_be_made_twice_ends_by_its_name(scene: Scene) -> None:
     rig, runner = scene
     run, set_ready = runner.run(held(rig, many(idempotent=False)))

@@ -51,8 +51,11 @@ class Staging:
 
     # --- out of a ring ----------------------------------------------------------------------------------------------
 
-    def adopt(self, run: Run, tensor: Tensor, arrived: Arrived) -> bool:
-        """Begins to move a tensor that nobody reads into HOST; `arrived` lets its old place be used again. False where there is no room now."""
+    def adopt(self, run: Run, tensor: Tensor, arrived: Arrived, ended: Callable[[], None] = lambda: None) -> bool:
+        """Begins to move a tensor that nobody reads into HOST. False where there is no room now.
+
+        `arrived` lets its old place be used again; `ended` is called when nothing copies from there any more, the tensor being moved or not.
+        """
 
         def moved(faults: frozenset[Page]) -> None:
             tensor.is_moving = False
@@ -67,6 +70,7 @@ class Staging:
                 if not tensor.is_kept:
                     self._pool.unpin((page,))
             self._holding.let_go(run, (tensor,))
+            ended()
 
         adopted = self._keeper.adopt(tensor.place, tensor.offset, tensor.bytes, moved)
         if adopted is None:

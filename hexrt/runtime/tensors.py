@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -42,6 +43,7 @@ class Segment:
     filling: bool = False  # its host lives, and may put more in
     live: dict[int, tuple[Tensor, Run | None]] = field(default_factory=dict)
     live_bytes: int = 0
+    moves: int = 0  # out of it, whose copies may still read it though their tensors are forgotten
 
     def add(self, tensor: Tensor, run: Run | None) -> None:
         self.live[tensor.offset] = tensor, run
@@ -109,7 +111,7 @@ class Tensors:
         return segment
 
     def _close_if_empty(self, segment: Segment) -> None:
-        if segment.live or segment.filling:
+        if segment.live or segment.filling or segment.moves:
             return
         del self._segments[segment.place]
         self._with_slots.pop(segment.place, None)
@@ -247,11 +249,17 @@ class Tensors:
                 over -= tensor.bytes  # what is moving will leave by itself
                 if run is None or tensor.is_moving or tensor.reads:
                     continue
-                if not self._staging.adopt(run, tensor, self._leave):
+                if not self._staging.adopt(run, tensor, self._leave, partial(self._move_ended, segment)):
                     self._blocked = True  # what finds no room in a ring goes inline meanwhile
                     return began
+                segment.moves += 1
                 began = True
         return began
+
+    def _move_ended(self, segment: Segment) -> None:
+        segment.moves -= 1
+        if segment.place in self._segments:
+            self._close_if_empty(segment)
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -342,7 +350,7 @@ class Tensors:
         lying |= {id(tensor): tensor for tensor in self._staging.paged.values()}
         assert owned.keys() == lying.keys(), f"{len(owned)} tensors are owned, {len(lying)} lie in segments or pages"
         for segment in self._segments.values():
-            assert segment.live or segment.filling, f"segment {segment.place} is kept for nothing"
+            assert segment.live or segment.filling or segment.moves, f"segment {segment.place} is kept for nothing"
             assert segment.live_bytes == sum(t.bytes for t, _ in segment.live.values())
             for offset, (tensor, _) in segment.live.items():
                 assert (tensor.place, tensor.offset) == (segment.place, offset) and tensor.refs > 0
