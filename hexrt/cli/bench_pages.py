@@ -95,8 +95,8 @@ class _Faults:
         for pages in moves:
             fault(pages)
         took_ns = time.thread_time_ns() - start
-        if isinstance(self.pool.policy, NextUse):
-            for pages in moves:
+        if isinstance(self.pool.policy, NextUse):  # known of whole sequences
+            for pages in self.draw.sample(self.sequences, min(len(moves), len(self.sequences))):
                 self.pool.set_next_use(pages, self.draw.randrange(64))
         return took_ns / 1_000 / max(sum(map(len, moves)), 1)
 
