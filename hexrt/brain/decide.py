@@ -262,6 +262,7 @@ class Brain:
         self.engines.start(task, device.name, now_ns)
 
     def _refuse(self, task: Task, queue_class: Class, devices: list[Device], now_ns: int, out: Commands) -> None:
+        self.staging.let_go(task)
         kinds, only = queue_class
         wanted = only or " or ".join(kinds)
         why = "; ".join(f"{d.name}: {d.lost}" for d in devices) or "none is configured"

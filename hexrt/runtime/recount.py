@@ -60,7 +60,8 @@ class Recount:
         for engine in brain.engines.engines():
             engine.check_integrity()
         self._tensors.check_integrity(self._table.runs.values(), idle=True)
-        brain.staging.check_integrity(idle=not brain.paused)
+        is_served = all(device.ready or device.lost for device in brain.devices.values())
+        brain.staging.check_integrity(idle=is_served and not brain.paused)
 
     def close(self) -> None:
         self._closed = True
