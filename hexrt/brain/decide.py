@@ -36,7 +36,6 @@ SHORT_NS = 200_000
 """Tasks expected to be shorter are sent without a report of their start, and ahead of their single predecessor's end."""
 PICK_BYTES = 4096
 """Outputs larger than this are cut to the referenced part before they are sent."""
-
 MAX_LAUNCH_BYTES = 512 << 20
 """Of one task's inputs: half of what a message to a host may have."""
 
@@ -366,9 +365,8 @@ class Brain:
                 ((), (), NIL, local),
             )
             next_task.work, next_task.learn = work, estimate.observe
-            tensors = (
-                tensors_read(next_task, ()) if task.run.tensors else ()
-            )  # those before it are in the worker's own ring
+            # Those of the steps before it are in the worker's own ring.
+            tensors = tensors_read(next_task, ()) if task.run.tensors else ()
             sent.append(self._send(next_task, device, predicted, now_ns, bindings, tensors, False, out))
             task = next_task
 
