@@ -147,9 +147,12 @@ class Keeper:
         """The pages will be read soon: lifts them, and loads them where frames are free anyway."""
         pool, top = self.pool, self._top[device]
         pool.touch(pages)
-        near = [p for p in pages if not pool.is_lost(p) and not pool.moving(p) and self.below_top(p) == 1]
-        if near and pool.room(pool.cls(near[0]), top) >= len(near):
-            self._begin(near, pool.tiers[top].level, device if top != self._host else DISK, None, urgent=False)
+        if not pages:
+            return
+        cls, level = pool.cls(pages[0]), pool.tiers[top].level
+        near = plan.prefetch(pool, pages, level, pool.room(cls, top) * pool.page_bytes(cls))
+        if near:
+            self._begin(near, level, device if top != self._host else DISK, None, urgent=False)
         if top != self._host:
             self.lift(p for p in pages if not pool.is_lost(p) and not pool.has(p, Level.DEVICE))
 

@@ -111,20 +111,17 @@ def write_back(
 
 
 def prefetch(pool: PagePool, pages: Iterable[Page], level: Level, room_bytes: int) -> list[Page]:
-    """Of the pages that are read next, in that order, those to load to `level` from the level below, as far as `room_bytes` go."""
+    """Of the pages that are read next, in that order, those of one class to load to `level` from the level below, as far as `room_bytes` go."""
     chosen: list[Page] = []
-    source: int | None = None
     for page in pages:
         record, copies = pool.classes[pool.cls(page)], pool.columns.copies[page]
-        if pool.moving(page) or copies & ((2 << level) - 1) or not copies or record.tiers[level] < 0:
+        if pool.moving(page) or copies & ((2 << level) - 1) or not copies >> (level + 1) & 1:
             continue
-        nearest = (copies & -copies).bit_length() - 1
-        if (source is not None and nearest != source) or (chosen and pool.cls(chosen[0]) != record.number):
+        if record.tiers[level] < 0 or (chosen and pool.cls(chosen[0]) != record.number):
             continue
         room_bytes -= record.page_bytes * pool.span(page)
         if room_bytes < 0:
             break
-        source = nearest
         chosen.append(page)
     return chosen
 

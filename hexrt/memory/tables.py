@@ -33,10 +33,6 @@ class PageTables:
             raise InvariantViolation(f"sequence {sequence} has a page table already")
         self._tables[sequence] = _Table(array("I", pages))
 
-    def extend(self, sequence: SequenceId, pages: Iterable[Page]) -> None:
-        """Appends pages, with the reference that each was made with."""
-        self._table(sequence).pages.extend(pages)
-
     def share(self, source: SequenceId, target: SequenceId, count: int) -> array[Page]:
         """Makes the table of `target`, a new sequence, out of the first `count` entries of `source`; returns them."""
         table = self._table(source)
@@ -46,13 +42,6 @@ class PageTables:
         self.pool.share(shared)
         self._tables[target] = _Table(shared)
         return shared[:]
-
-    def replace(self, sequence: SequenceId, index: int, page: Page) -> None:
-        """Puts another page, with the reference it was made with, in place of an entry, whose reference is given back."""
-        table = self._table(sequence)
-        old, table.pages[index] = table.pages[index], page
-        table.version += 1
-        self.pool.release((old,))
 
     def truncate(self, sequence: SequenceId, count: int) -> array[Page]:
         """Drops the entries after the first `count` and the references on them; returns them."""
@@ -70,10 +59,6 @@ class PageTables:
         del self._tables[sequence]
         self.pool.release(pages)
 
-    def moved(self, sequence: SequenceId) -> None:
-        """Frames of the sequence changed: what hosts know of them is out of date."""
-        self._table(sequence).version += 1
-
     def table(self, sequence: SequenceId) -> array[Page]:
         """The pages, in order; not to be changed, and valid until the table changes."""
         return self._table(sequence).pages
@@ -88,16 +73,6 @@ class PageTables:
     def version(self, sequence: SequenceId) -> int:
         """Grows with every change of an entry that was there."""
         return self._table(sequence).version
-
-    def reclaimable(self, sequences: Iterable[SequenceId]) -> int:
-        """How many frames of the top tier would become free if all of `sequences` were released."""
-        pool = self.pool
-        held = Counter(page for sequence in sequences for page in self._table(sequence).pages)
-        return sum(
-            pool.span(page)
-            for page, count in held.items()
-            if pool.refs(page) == count and pool.has(page, pool.classes[pool.cls(page)].level)
-        )
 
     def lost_at(self, sequence: SequenceId) -> int | None:
         """The index of the first page that has no copy, and none on its way; None where there is none."""
