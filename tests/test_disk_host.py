@@ -281,12 +281,17 @@ def test_it_can_be_ended_while_its_disk_hangs(tmp_path: Path, shared: Shared) ->
 
 
 @pytest.mark.parametrize("size, said", [(1 << 50, "lower memory.nvme_mib"), (4097, "multiple of 4096")])
-def test_a_file_that_cannot_be_had_is_the_reason_of_its_death(tmp_path: Path, size: int, said: str) -> None:
+def test_without_a_file_it_says_why_and_copies_in_memory_alone(tmp_path: Path, shared: Shared, size: int, said: str) -> None:  # fmt: skip
     with DiskHost(tmp_path, nvme_bytes=size) as host:
-        assert host.process.stderr is not None
-        words = host.process.stderr.read().decode()
-        assert said in words and words.count("\n") == 1 and str(tmp_path) not in words
-    assert host.process.returncode == 70 and os.listdir(tmp_path) == []
+        facts = host.ready().facts
+        assert (facts["backend"], facts["bytes"]) == ("none", 0)
+        assert said in facts["why"] and str(tmp_path) not in facts["why"]
+        host.map(HOST, shared.fd, HOST_BYTES)
+        host.send(Copy(1, (Piece(HOST, 0, HOST, 8192, 4096, 1),)), Copy(2, (Piece(HOST, 0, NVME, 0, 4096, 1),)))
+        done, refused = sorted((host.next(), host.next()), key=lambda report: report.command)
+        assert isinstance(done, Copied) and not done.faults
+        assert isinstance(refused, HostFailed)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("seed", seeds(4, 2 * CALLS))

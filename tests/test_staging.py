@@ -86,15 +86,15 @@ def hold_back_readers(rig: Rig) -> Any:
     return set_ready
 
 
-def made_all(run: Run) -> bool:
-    return sum(step.state.name == "DONE" for step in run.steps if step.node.id.startswith("make")) == COUNT
+def made_all(run: Run, name: str) -> bool:
+    return sum(step.state.name == "DONE" for step in run.steps if step.node.id.startswith(name)) == COUNT
 
 
-async def held(rig: Rig, workflow: Workflow) -> tuple[Run, Any]:
+async def held(rig: Rig, workflow: Workflow, name: str = "make") -> tuple[Run, Any]:
     """A run whose tensors are made and whose readers have no device yet; some of the tensors lie in NVME alone."""
     set_ready = hold_back_readers(rig)
     run = await rig.submit(workflow)
-    await rig.until(lambda: made_all(run) or run.ended_ns > 0)
+    await rig.until(lambda: made_all(run, name) or run.ended_ns > 0)
     set_ready(False)
     await rig.until(lambda: in_nvme_alone(rig) >= 3 and not len(rig.daemon.brain.engines.keeper.traffic))
     return run, set_ready
@@ -194,6 +194,41 @@ def test_a_run_may_be_forgotten_while_its_tensors_leave_the_ring_of_a_dead_host(
     assert rig.daemon.failure is None
     runner.run(rig.until(lambda: all(d.ready for d in rig.daemon.brain.devices.values())))
     assert rig.tensors.statistics()["segments"] == len(rig.links)
+
+
+def test_what_is_lost_is_made_again_from_what_is_lost_too(scene: Scene) -> None:
+    rig, runner = scene
+    made = many()
+    steps = {step.id: step for step in made.steps}
+    chain = [call(f"add{i}", "add", ref(f"make{i}"), by=1.0) for i in range(COUNT)]
+    there = msgspec.structs.replace(steps["there"], after=tuple(step.id for step in chain))
+    read = [msgspec.structs.replace(steps[f"read{i}"], inputs={"value": ref(f"add{i}")}) for i in range(COUNT)]
+    read += [call(f"again{i}", "total", ref(f"make{i}")) for i in range(COUNT)]
+    read = [msgspec.structs.replace(step, after=("there",)) for step in read]
+    makes = [steps[f"make{i}"] for i in range(COUNT)]
+    workflow = Workflow((*makes, *chain, there, *read), outputs={f"again{i}": ref(f"again{i}") for i in range(COUNT)})
+    run, set_ready = runner.run(held(rig, workflow, "add"))
+    scribble(rig)
+    set_ready(True)
+    result, found = runner.run(rig.result(run))
+    assert result.state is RunState.SUCCEEDED, result.errors
+    assert found == {f"again{i}": total(make(NUMBERS, i)) for i in range(COUNT)}
+    assert {run.steps[record.step].node.id[:3] for record in run.history if record.state == "lost"} == {"mak", "add"}
+
+
+def test_with_no_page_file_tensors_still_move_to_host_and_the_tier_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with rigged(tmp_path, memory=MEMORY | {"host_mib": 64, "nvme_path": str(tmp_path / "file" / "below")}) as (
+        rig,
+        runner,
+    ):
+        assert runner.run(rig.run(many())) == EXPECTED
+        runner.run(rig.until(lambda: rig.daemon.brain.engines.keeper.pool.tiers[1].closed))
+        tier = rig.daemon.brain.engines.keeper.pool.tiers[1]
+        assert "memory.nvme_path" in tier.degraded and str(tmp_path) not in tier.degraded
+        assert runner.run(rig.run(many())) == EXPECTED
+        assert rig.daemon.brain.engines.keeper.statistics().loaded_pages > 0
+        rig.check_empty()
 
 
 def test_a_run_whose_lost_tensor_may_not_be_made_twice_ends_by_its_name(scene: Scene) -> None:

@@ -31,13 +31,20 @@ class DiskProgram(HostProgram):
     def start(self) -> dict[str, Any]:
         settings = self.hello.settings["memory"]
         size = int(settings["nvme_bytes"])
-        if not size:  # only copies between HOST and segments
-            self._disk = PageDisk(-1, 0, self.places, self.calls, DEPTH, self._show)
-            return {"backend": "none", "bytes": 0}
-        fd, facts = open_page_file(settings["nvme_path"] or self.hello.state_dir, size, self.calls)
-        speed = probe(fd, facts.bytes, self.calls)
+        if not size:
+            return self._without_file("")
+        try:
+            fd, facts = open_page_file(settings["nvme_path"] or self.hello.state_dir, size, self.calls)
+            speed = probe(fd, facts.bytes, self.calls)
+        except HexrtError as error:
+            return self._without_file(str(error))
         self._disk = PageDisk(fd, facts.bytes, self.places, self.calls, DEPTH, self._show)
         return {"backend": "threads", "depth": DEPTH, "direct": facts.direct, "why": facts.why, "bytes": facts.bytes, "request_bytes": REQUEST_BYTES} | speed  # fmt: skip
+
+    def _without_file(self, why: str) -> dict[str, Any]:
+        """Copies between HOST and segments are all that is done then."""
+        self._disk = PageDisk(-1, 0, self.places, self.calls, DEPTH, self._show)
+        return {"backend": "none", "bytes": 0, "why": why}
 
     def stop(self) -> None:
         self._disk.stop()

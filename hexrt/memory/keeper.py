@@ -343,10 +343,14 @@ class Keeper:
     def no_nvme(self, reason: str) -> None:
         """Its host cannot be had: what waits for it never happens, and nothing is sent there any more."""
         self._has_disk = False
+        self.close_nvme(reason)
+        self.device_lost(DISK)
+
+    def close_nvme(self, reason: str) -> None:
+        """There is no page file: nothing is moved there any more."""
         if self._nvme >= 0:
             self.pool.tiers[self._nvme].degraded = reason
             self.pool.tiers[self._nvme].closed = True
-        self.device_lost(DISK)
 
     # --- ahead of time ----------------------------------------------------------------------------------------------
 

@@ -80,8 +80,11 @@ class Arenas:
             link.map(HOST, self._read_only_fd, self._bytes)
 
     def host_ready(self, device: str, facts: Mapping[str, Any]) -> None:
-        """Takes over what a host measured of its links."""
-        self._keeper.learn_links(device, facts)
+        """Takes over what a host measured of its links; the disk's may have no file."""
+        if device == DISK and not facts["bytes"]:
+            self._keeper.close_nvme(facts["why"])
+        else:
+            self._keeper.learn_links(device, facts)
 
     def host_lost(self, device: Device) -> None:
         """A device is given up."""

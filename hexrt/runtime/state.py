@@ -293,7 +293,9 @@ class RunTable:
     def _wait_again(self, task: Task, now_ns: int) -> None:
         task.state = W
         task.start_ns = task.end_ns = 0
-        if task.step.state is READY:  # else it had been placed ahead of its predecessor's end
+        if task.step.pending:  # it had been placed ahead of its predecessor's end, or what it read is being made again
+            task.step.state = W
+        elif task.step.state is READY:
             self._task_ready(task, now_ns)
 
     def _fail_step(self, run: Run, step: Step, error: ErrorRecord, now_ns: int, state: TaskState = FAILED) -> None:
@@ -359,12 +361,12 @@ class RunTable:
         run = self.runs.get(event.run)
         if run is None or run.ended_ns or run.cancelled or (step := run.steps[event.step]).state is not DONE:
             return
-        if reason := lineage.why_not(run, step):
-            self._stop_run(run, lineage.lost_for_good(step, reason), event.at_ns)
-            return
-        self.open_tasks += 1
-        lineage.take_back(run, step, self.holding)
-        self._task_ready(step.tasks[0], event.at_ns)
+        again, refused = lineage.make_again(run, step, self.holding)
+        self.open_tasks += len(again)
+        for made in (step for step in again if step.state is READY):
+            self._task_ready(made.tasks[0], event.at_ns)
+        if refused is not None:
+            self._stop_run(run, refused, event.at_ns)
 
     def _recovered(self, event: events.Recovered) -> None:
         """The process that ran everything in flight is gone, and perhaps the boot whose monotonic clock the times are of."""
@@ -379,11 +381,9 @@ class RunTable:
         if run.open_steps or run.in_flight or run.ended_ns:
             return
         run.error = run.cancelled or next((s.error for s in run.steps if s.state == FAILED or s.state == UNKNOWN), None)
-        if run.error is None:
-            self._end_run(run, RunState.SUCCEEDED, now_ns)
-        else:
-            was_cancelled = run.cancelled is not None and run.cancelled.kind == "cancelled"
-            self._end_run(run, RunState.CANCELLED if was_cancelled else RunState.FAILED, now_ns)
+        was_cancelled = run.cancelled is not None and run.cancelled.kind == "cancelled"
+        otherwise = RunState.CANCELLED if was_cancelled else RunState.FAILED
+        self._end_run(run, RunState.SUCCEEDED if run.error is None else otherwise, now_ns)
 
     def _end_run(self, run: Run, state: RunState, now_ns: int) -> None:
         run.state = state
