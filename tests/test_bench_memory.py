@@ -19,7 +19,8 @@ from hexrt.errors import Unavailable
 pytestmark = pytest.mark.timeout(120)
 
 NAMES = (
-    "host to device, one run", "device to host, one run", "host to NVMe", "NVMe to host", "page fault, 1,000 pages",
+    "host to device, one run", "device to host, one run", "host to NVMe", "NVMe to host", "fault, one a move, 1,000",
+    "fault, 16 a move, 1,000", "fault, 16 a move, keeper, 1,000",
     "tables, a page of 1,000", "ring, 1 MiB in place", "ring, 1 MiB copied out", "ring, 64 B one way",
 )  # fmt: skip
 

@@ -63,24 +63,32 @@ def ring_asked(row: Row) -> Row:
 
 
 def faults(pages: tuple[int, ...]) -> Iterator[Row]:
-    """Decision time at each number of pages, whose limit is the time at the fewest, and the tables' bytes a page at the most."""
-    fewest: float | None = None
+    """Decision time a page at each number of pages, one page at a time and as sequences come; its limit is the time at the fewest."""
+    fewest: dict[str, float] = {}
     for count in pages:
         cost = bench_pages.fault_cost(count)
-        row: Row = {"name": f"page fault, {count:,} pages", "value": cost.us, "unit": "us", "limit": fewest}
-        row["ratio"] = cost.us / fewest if fewest else None
-        row["note"] = f"the slowest hundred {cost.worst_us:.1f} us each"
-        row = _below(row, MOST_FAULT_US)
-        if fewest:
-            row["asked"] += ", flat"
-            row["met"] = row["met"] and row["ratio"] <= FLAT
-        fewest = fewest or cost.us
-        yield row
-    bytes_row = {
-        "name": f"tables, a page of {pages[-1]:,}",
-        "value": cost.bytes_a_page,
-        "unit": "B",
-        "limit": None,
-        "ratio": None,
-    }
-    yield _below(bytes_row, MOST_PAGE_BYTES)
+        together = f"{bench_pages.TOGETHER} a move"
+        for kind, us in (("one a move", cost.us), (together, cost.moved_us), (f"{together}, keeper", cost.kept_us)):
+            yield _fault(kind, count, us, fewest)
+    yield _below(
+        {
+            "name": f"tables, a page of {pages[-1]:,}",
+            "value": cost.bytes_a_page,
+            "unit": "B",
+            "limit": None,
+            "ratio": None,
+        },
+        MOST_PAGE_BYTES,
+    )
+
+
+def _fault(kind: str, count: int, us: float, fewest: dict[str, float]) -> Row:
+    limit = fewest.get(kind)
+    row: Row = {"name": f"fault, {kind}, {count:,}", "value": us, "unit": "us/page", "limit": limit}
+    row["ratio"] = us / limit if limit else None
+    row = _below(row, MOST_FAULT_US)
+    if limit:
+        row["asked"] += ", flat"
+        row["met"] = row["met"] and row["ratio"] <= FLAT
+    fewest.setdefault(kind, us)
+    return row
