@@ -52,7 +52,7 @@ def _at_least(row: Row) -> Row:
 
 
 def _below(row: Row, most: float) -> Row:
-    return row | {"asked": f"< {most:g} {row['unit']}", "met": row["value"] < most}
+    return row | {"asked": f"< {most:g}", "met": row["value"] < most}
 
 
 def ring_asked(row: Row) -> Row:
@@ -67,8 +67,8 @@ def faults(pages: tuple[int, ...]) -> Iterator[Row]:
     fewest: dict[str, float] = {}
     for count in pages:
         cost = bench_pages.fault_cost(count)
-        together = f"{bench_pages.TOGETHER} a move"
-        for kind, us in (("one a move", cost.us), (together, cost.moved_us), (f"{together}, keeper", cost.kept_us)):
+        together = f"in {bench_pages.TOGETHER}s"
+        for kind, us in (("alone", cost.us), (together, cost.moved_us), (f"{together}, keeper", cost.kept_us)):
             yield _fault(kind, count, us, fewest)
     yield _below(
         {
@@ -84,7 +84,7 @@ def faults(pages: tuple[int, ...]) -> Iterator[Row]:
 
 def _fault(kind: str, count: int, us: float, fewest: dict[str, float]) -> Row:
     limit = fewest.get(kind)
-    row: Row = {"name": f"fault, {kind}, {count:,}", "value": us, "unit": "us/page", "limit": limit}
+    row: Row = {"name": f"fault {kind}, {count:,}", "value": us, "unit": "us", "limit": limit}
     row["ratio"] = us / limit if limit else None
     row = _below(row, MOST_FAULT_US)
     if limit:
