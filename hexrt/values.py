@@ -62,6 +62,8 @@ def tensor(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
     """
     import numpy as np
 
+    if hasattr(value, "filled"):
+        raise TypeError("a masked array cannot be sent: send what `filled` gives, or its data and its mask")
     array = np.asarray(value)
     if array.dtype.kind not in "biufc" or (name := _name_of(array.dtype)) not in _ITEM_BYTES:
         raise TypeError(f"a tensor of dtype {array.dtype} cannot be sent")

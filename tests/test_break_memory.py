@@ -46,6 +46,13 @@ def test_an_array_that_nobody_could_read_is_refused_where_it_is_put_out(value: A
         values.encode({"a": [value]}, place)
 
 
+@pytest.mark.parametrize("count", [3, 3000])
+@pytest.mark.parametrize("place", [None, lambda array: 1 << 32], ids=["inline", "placed"])
+def test_a_masked_array_is_refused_and_does_not_lose_its_mask(count: int, place: Any) -> None:
+    with pytest.raises(TaskFailed, match="a masked array cannot be sent"):
+        values.encode({"a": np.ma.masked_less(np.arange(count), 2)}, place)
+
+
 @pytest.mark.parametrize("end", ["read", "freed"])
 def test_a_step_whose_tensor_found_no_room_is_tried_again_when_the_tensor_in_its_way_is_read_or_freed(end: str) -> None:
     run = submit(runs := table(), workflow("a"))
