@@ -153,6 +153,9 @@ def _decode_hook(
 
     _check_bytes(dtype, shape, content)
     flat = np.frombuffer(content.toreadonly(), np.dtype(dtype))
+    if not flat.flags.aligned:  # NumPy sums it in another order, so that the last digits would hang on where it lies
+        flat = flat.copy()
+        flat.flags.writeable = False
     if note is not None and handle >= 0:
         note(handle, flat)
     return flat.reshape(shape)
@@ -192,6 +195,8 @@ def encode(
 
 def decode(raw: bytes | msgspec.Raw, tensors: Callable[[int], memoryview] | None = None) -> Any:
     """Tensors come back as read-only NumPy views of `raw`, or of what `tensors` gives for the handle of a descriptor, and last no longer.
+
+    One whose bytes begin at an odd address, as inline ones may, comes as an aligned copy.
 
     Raises msgspec.DecodeError or ValueError, and whatever `tensors` raises.
     """

@@ -135,6 +135,16 @@ def test_what_cannot_be_placed_says_so_by_name() -> None:
         encode(object(), Shelf().place)
 
 
+@pytest.mark.parametrize("shift", range(8))
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "int16", "uint8"])
+def test_an_inline_tensor_is_aligned_and_has_the_sums_that_it_had(shift: int, dtype: str) -> None:
+    array = (np.random.default_rng(shift).standard_normal((90, 100)) * 100).astype(dtype)
+    back = decode(encode({"x": "." * shift, "a": array}))["a"]
+    assert back.flags.aligned and back.flags.c_contiguous and not back.flags.writeable
+    assert back.dtype == array.dtype and back.sum() == array.sum()
+    np.testing.assert_array_equal(back, array)
+
+
 def test_a_torch_tensor_goes_and_comes_without_a_copy() -> None:
     torch = pytest.importorskip("torch")
     seen: list[Any] = []
