@@ -69,7 +69,7 @@ def test_a_step_whose_tensor_found_no_room_is_tried_again_when_the_tensor_in_its
         pool.commit(move)
         tensor = Tensor(handle, HOST, 0, 200 * GRANULE, -1)
         tensor.page = page
-        staging.paged[page] = tensor
+        staging.paged[page], staging._readers[page] = tensor, ()
         return tensor
 
     below = paged(1)

@@ -7,6 +7,7 @@ whose pages are on their way holds those, and a copy that takes too long ends wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,10 @@ class _Wait:
     pages: list[Page]
 
 
+def granules(tensor: Tensor) -> int:
+    return -(-tensor.bytes // GRANULE)
+
+
 class Staging:
     def __init__(self, keeper: Keeper, holding: Holding) -> None:
         self._keeper = keeper
@@ -40,6 +45,9 @@ class Staging:
         holding.pages = self
         keeper.when_freed.append(self._frames_freed)
         self.paged: dict[Page, Tensor] = {}
+        self._readers: dict[Page, tuple[tuple[bytes, int], ...]] = {}  # the steps that are to read a page, by run
+        self._to_read: Counter[tuple[bytes, int]] = Counter()  # granules in pages that one step reads
+        self._kept = 0  # granules in pages that results name
         self._waits: dict[int, _Wait] = {}  # by the task's id
         self._unstarted: dict[int, _Wait] = {}  # there was no room, or somebody else moves their pages
         self.again: list[Task] = []  # to be queued again
@@ -51,6 +59,27 @@ class Staging:
 
     # --- out of a ring ----------------------------------------------------------------------------------------------
 
+    def may_move(self, run: Run, tensor: Tensor) -> bool:
+        """Whether all that a step reads, and all that results name, could still be in HOST together with this tensor in a page."""
+        half = self._pool.capacity(self._keeper.tensor_class()) // 2
+        span, readers = granules(tensor), self._steps_that_read(run, tensor)
+        if tensor.is_kept or not readers:
+            return self._kept + span <= half
+        return all(self._to_read[reader] + span <= half for reader in readers)
+
+    @staticmethod
+    def _steps_that_read(run: Run, tensor: Tensor) -> tuple[tuple[bytes, int], ...]:
+        if run.graph is None or tensor.step < 0:
+            return ()
+        nodes, made = run.graph.nodes, tensor.step
+        return tuple((run.id, s) for s in nodes[made].successors if any(ref.step == made for ref in nodes[s].refs))
+
+    def _count(self, page: Page, sign: int, span: int) -> None:
+        for reader in self._readers[page]:
+            self._to_read[reader] += sign * span
+            if not self._to_read[reader]:
+                del self._to_read[reader]
+
     def adopt(self, run: Run, tensor: Tensor, arrived: Arrived, ended: Callable[[], None] = lambda: None) -> bool:
         """Begins to move a tensor that nobody reads into HOST. False where there is no room now.
 
@@ -60,6 +89,7 @@ class Staging:
         def moved(faults: frozenset[Page]) -> None:
             tensor.is_moving = False
             if faults or tensor.reads or tensor.place < 0:  # it is freed, or read where it was
+                self._forget(page, tensor)
                 self._pool.unpin((page,))
                 self._pool.release((page,))
             else:
@@ -67,7 +97,9 @@ class Staging:
                 tensor.place, tensor.offset, tensor.slot, tensor.page = HOST, 0, -1, page
                 self.paged[page] = tensor
                 self._pool.set_next_use((page,), self._next_use(run, tensor))
-                if not tensor.is_kept:
+                if tensor.is_kept:
+                    self._kept += granules(tensor)
+                else:
                     self._pool.unpin((page,))
             self._holding.let_go(run, (tensor,))
             ended()
@@ -76,6 +108,8 @@ class Staging:
         if adopted is None:
             return False
         page = adopted
+        self._readers[page] = self._steps_that_read(run, tensor)
+        self._count(page, 1, granules(tensor))
         tensor.is_moving = True
         tensor.refs += 1
         return True
@@ -93,6 +127,7 @@ class Staging:
         if not tensor.is_kept:
             tensor.is_kept = True
             if tensor.page >= 0:
+                self._kept += granules(tensor)
                 self._pool.pin((tensor.page,))
 
     def pin(self, tensor: Tensor) -> None:
@@ -107,10 +142,16 @@ class Staging:
     def free(self, tensor: Tensor) -> None:
         """Nothing refers to it any more."""
         if tensor.is_kept:
+            self._kept -= granules(tensor)
             self._pool.unpin((tensor.page,))
         self._pool.release((tensor.page,))
+        self._forget(tensor.page, tensor)
         del self.paged[tensor.page]
         self._keeper.freed()
+
+    def _forget(self, page: Page, tensor: Tensor) -> None:
+        self._count(page, -1, granules(tensor))
+        del self._readers[page]
 
     def offset(self, tensor: Tensor) -> int:
         """Where in HOST it lies now; it must be there."""
@@ -188,5 +229,12 @@ class Staging:
         return [task for task in again if task.state is TaskState.READY]
 
     def check_integrity(self, idle: bool) -> None:
-        """With `idle` (nothing is in flight) nobody waits for pages."""
+        """Each tensor is counted for those that read it; with `idle` (nothing is in flight) nobody waits for pages."""
+        to_read: Counter[tuple[bytes, int]] = Counter()
+        for page, readers in self._readers.items():
+            to_read.update(dict.fromkeys(readers, self._pool.span(page)))
+        assert to_read == self._to_read, "granules to be read are counted wrong"
+        assert self._kept == sum(granules(t) for t in self.paged.values() if t.is_kept), (
+            "granules of results are counted wrong"
+        )
         assert not idle or not (self._waits or self._unstarted or self.again), "tasks wait for pages"

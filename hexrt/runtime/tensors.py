@@ -247,10 +247,10 @@ class Tensors:
                 if over <= 0:
                     break
                 over -= tensor.bytes  # what is moving will leave by itself
-                if run is None or tensor.is_moving or tensor.reads:
-                    continue
+                if run is None or tensor.is_moving or tensor.reads or not self._staging.may_move(run, tensor):
+                    continue  # what finds no room in a ring goes inline meanwhile
                 if not self._staging.adopt(run, tensor, self._leave, partial(self._move_ended, segment)):
-                    self._blocked = True  # what finds no room in a ring goes inline meanwhile
+                    self._blocked = True
                     return began
                 segment.moves += 1
                 began = True
@@ -268,6 +268,8 @@ class Tensors:
             return self._arenas.view(offset, length)
         segment = self._segments[place]
         return segment.view[offset : segment.bytes if length is None else offset + length]
+
+    read = view  # nothing is written through either
 
     def _content(self, tensor: Tensor) -> memoryview:
         offset = tensor.offset if tensor.page < 0 else self._staging.offset(tensor)
