@@ -170,7 +170,7 @@ def test_a_step_waits_for_its_model_and_then_for_pages_that_another_run_holds() 
     made.engines.finished(made.devices["cpu:0"], HostFinished(load.command, 0, 2, 3, MODEL))
     made.decide(4)
     assert waits(first) == ""
-    assert waits(second) == f"3 pages of 4 on cpu:0; held by run {first.id.hex()} step 0: 4"
+    assert waits(second) == f"3 pages of 4 on cpu:0; held by run {first.id.hex()} step a: 4"
     report = memory_of(made, runs.runs.values(), {}, None)
     assert [(h.run, h.pages, h.page_bytes) for h in report.holders] == [(first.id, 4, 4 * PAGE_BYTES)]
     assert report.tiers[0].pinned_pages == 4 and report.tiers[0].free_bytes == 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from hexrt.core import TaskState
-from hexrt.runtime.entities import Run, Task
-from hexrt.workflow.graph import ITEM
+from hexrt.runtime.entities import Run
 
-PARENT_PORTS = (("continue_from",), ("prefix",))
 FAR = 64
 """Steps beyond which it makes no difference."""
 
@@ -28,17 +26,3 @@ def _chain(run: Run, index: int) -> int:
             break
         length += 1
     return length
-
-
-def parent_of(task: Task) -> tuple[bytes, int, int] | None:
-    """The key of the sequence that an LLM task's goes on from: that of an unmapped step whose whole output it is given."""
-    run = task.run
-    parents = [r.step for r in task.step.node.refs if r.to in PARENT_PORTS and not r.path and r.step != ITEM]
-    return (run.id, parents[0], 0) if parents and run.steps[parents[0]].node.map is None else None
-
-
-def heirs(run: Run, index: int) -> Iterator[int]:
-    """The steps that go on from the sequence of this one."""
-    for successor in run.steps[index].node.successors:
-        if any(ref.step == index and ref.to in PARENT_PORTS for ref in run.steps[successor].node.refs):
-            yield successor

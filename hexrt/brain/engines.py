@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from hexrt.brain.ahead import heirs, parent_of, steps_until
+from hexrt.brain.ahead import steps_until
 from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource
+from hexrt.brain.sequences import Key, heirs, input_of, key_of, parent_of
 from hexrt.brain.view import Device
 from hexrt.core import TaskState
 from hexrt.errors import ErrorRecord, HexrtError
@@ -26,10 +27,7 @@ from hexrt.memory.keeper import Keeper
 from hexrt.memory.pool import Page
 from hexrt.protocol.host import Chunk, Chunked, Copied, FromHost, HostFailed, HostFinished, LoadModel
 from hexrt.runtime.entities import Run, Task
-from hexrt.values import NIL, pick
-from hexrt.workflow.graph import ITEM
 
-Key = tuple[bytes, int, int]
 ELSEWHERE = 1 << 60
 CANCELLED = ErrorRecord("cancelled", "cancelled while it ran")
 CHUNK_NS, FIRST_CHUNK_NS, LOAD_NS = 30_000_000_000, 600_000_000_000, 1_800_000_000_000
@@ -61,23 +59,16 @@ class Entry:
     stopping: list[tuple[Task, ErrorRecord]] = field(default_factory=list)  # a chunk on its way names their sequences
 
 
-def _input(task: Task, port: str) -> msgspec.Raw:
-    """What a task is given at an input port, encoded. Raises TaskFailed where that is not there."""
-    node = task.step.node
-    for ref in node.refs:
-        if ref.to == (port,):
-            raw = task.item if ref.step == ITEM else task.run.steps[ref.step].output
-            return pick(raw or NIL, ref.path)
-    return pick(node.inputs, (port,))
+def _holder(task: Task, entry: Entry, key: Any) -> str:
+    """Whose sequence holds pages that a task waits for, as the task's own user may know it."""
+    holder = entry.live.get(key)
+    step = holder.step.node.id if holder is not None and holder.run.uid == task.run.uid else key[1]
+    return f"step {step}" if key[0] == task.run.id else f"run {key[0].hex()} step {step}"
 
 
 def tokens_of(chunk: Chunk) -> int:
     """About what a chunk has to do: its prompt tokens, and one token of each sequence a pass."""
     return sum(len(s.ids) for s in chunk.sequences) + chunk.passes * len(chunk.sequences)
-
-
-def key_of(task: Task) -> Key:
-    return task.run.id, task.step.node.index, task.part - task.op_part
 
 
 class Engines:
@@ -137,7 +128,7 @@ class Engines:
         step, run = task.step, task.run
         node = step.node
         decode = step.tasks[key[2] + len(node.op.parts) - 1]
-        tokenised = step.tasks[key[2]].output if node.op.parts[0].body is not None else _input(task, "prefix")
+        tokenised = step.tasks[key[2]].output if node.op.parts[0].body is not None else input_of(task, "prefix")
         parent = parent_of(task)
         return request_of(
             node.op.name, node.params, tokenised, tuple(decode.answered or ()), key, parent, self._is_parent(run, task),
@@ -202,7 +193,7 @@ class Engines:
             found = entry.engine.holders(key_of(task)) if entry.engine is not None else None
             if found is not None:
                 need, holders = found
-                held = ", ".join(f"run {key[0].hex()} step {key[1]}: {pages}" for key, pages in holders[:3])  # type: ignore[index]
+                held = ", ".join(f"{_holder(task, entry, key)}: {pages}" for key, pages in holders[:3])
                 return f"{need} pages of {entry.engine.pages.capacity} on {task.device}; held by {held or 'nobody'}"  # type: ignore[union-attr]
         return ""
 

@@ -46,6 +46,6 @@ def check_fits(node: Node, models: Mapping[str, ModelSource], keeper: Keeper, de
     if pages > most:
         raise BadRequest(
             f"{limit} tokens need {pages} pages of {source.page_bytes >> 10} KiB, and no device can have more than {most}: "
-            "lower it, or raise cpu.arena_mib",
+            "lower it, or raise cpu.arena_mib (where that is 0, memory.host_mib)",
             f"steps.{node.id}.params.max_tokens",
         )

@@ -5,6 +5,7 @@ Owns the arena's memfd. Tells the keeper what hosts measured of their links, and
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from hexrt.memory.pool import PagePool
 from hexrt.protocol.host import HOST
 from hexrt.scheduling.links import Links
 
+log = logging.getLogger("hexrtd")
 WRITERS = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.DISK)
 """Who moves pages, or uses them in place. Everybody else reads."""
 
@@ -82,6 +84,10 @@ class Arenas:
     def host_ready(self, device: str, facts: Mapping[str, Any]) -> None:
         """Takes over what a host measured of its links; the disk's may have no file."""
         if device == DISK and not facts["bytes"]:
+            if facts["why"]:
+                log.warning(
+                    "no pages go to NVMe, and what HOST does not hold is computed again or kept: %s", facts["why"]
+                )
             self._keeper.close_nvme(facts["why"])
         else:
             self._keeper.learn_links(device, facts)
@@ -89,6 +95,7 @@ class Arenas:
     def host_lost(self, device: Device) -> None:
         """A device is given up."""
         if device.name == DISK:
+            log.warning("pages stay where they are from now on: %s", device.lost)
             self._keeper.no_nvme(device.lost)
 
     def serve(self) -> None:
