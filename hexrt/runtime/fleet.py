@@ -35,6 +35,8 @@ GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
 STARTS = 3
 """Failed starts in a row after which a device is given up."""
+FAULTS = ("SIGSEGV", "SIGBUS")
+WROTE = "it may have written to an input: these are read-only; copy what you change"
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
 PASSED_PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "HEXRT_HOST_")
 
@@ -140,8 +142,10 @@ class Fleet:
         culprit = link.last_command or link.last_begun  # the last may have ended just now, and its report is lost
         culprit = culprit if culprit in device.window else 0
         for command, task in list(device.window.items()):
+            wrote = command == culprit and task.tensors and reason.startswith(FAULTS)
+            why = f"{reason}; {WROTE}" if wrote else reason
             self._drop(device, command)
-            self._post(self._lost(member, task, command, culprit, link.last_begun, reason, now))
+            self._post(self._lost(member, task, command, culprit, link.last_begun, why, now))
         self._tensors.host_gone(link)
         self._engines.device_lost(device.name)
         member.stopping.clear()
