@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +142,40 @@ def test_a_thousand_segments_hold_no_descriptor_and_leave_no_mapping() -> None:
         places.unmap(FIRST_SEGMENT + number)
     assert mappings() <= maps + 2  # those of the allocator
     assert open_fds() == fds
+
+
+WRITE = """
+import ctypes, os, sys
+from hexrt.devices.places import Places
+from hexrt.protocol.host import HOST, Map
+places, fd = Places(), int(sys.argv[1])
+places.map(Map(HOST, 4096, writable=True, ring=True), os.dup(fd))
+places.view(HOST, 0, 5)[:] = b"right"
+read = places.read(HOST, 0, 5)
+assert bytes(read) == b"right" and read.readonly
+import numpy
+ctypes.memset(numpy.frombuffer(read, numpy.uint8).ctypes.data, 0x78, 5)
+"""
+
+
+def test_a_write_through_what_a_writable_place_gives_to_read_ends_the_process() -> None:
+    fd = memfd(PAGE)
+    done = subprocess.run([sys.executable, "-c", WRITE, str(fd)], pass_fds=(fd,), capture_output=True, timeout=30)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    assert os.pread(fd, 5, 0) == b"right"
+    os.close(fd)
+
+
+def test_what_is_read_of_a_writable_place_goes_with_its_last_view() -> None:
+    places, before = Places(), mappings()
+    places.map(Map(FIRST_SEGMENT, PAGE, writable=True), memfd(PAGE, b"still here"))
+    kept = places.read(FIRST_SEGMENT, 6)
+    with pytest.raises(InvariantViolation, match="are outside place 16"):
+        places.read(FIRST_SEGMENT, 1, PAGE)
+    places.unmap(FIRST_SEGMENT)
+    assert bytes(kept[:4]) == b"here" and mappings() == before + 1
+    del kept
+    assert mappings() <= before
 
 
 def test_memory_of_its_own_is_zero_and_taken_only_where_it_is_touched() -> None:

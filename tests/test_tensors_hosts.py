@@ -29,7 +29,7 @@ from tests.llm_desk import keeper_of
 from tests.notation import submit, table, workflow
 from tests.running import CONFIG, Running
 from tests.tensor_bodies import make
-from tests.tensor_rig import call, ref
+from tests.tensor_rig import Rig, call, ref
 
 MIB = 1 << 20
 PROGRAMS = {"pool": "pool:0", "npu": "npu:0", "cpu": "cpu:0"}
@@ -51,6 +51,7 @@ class Hosts:
         )
         self.links: dict[str, HostLink] = {}
         self.reports: dict[str, asyncio.Queue[FromHost]] = {p: asyncio.Queue() for p in programs}
+        self.deaths: asyncio.Queue[str] = asyncio.Queue()
         self.sent_bytes = self.received_bytes = 0
         settings = {
             "max_output_bytes": 32 * MIB,
@@ -60,7 +61,7 @@ class Hosts:
         for epoch, program in enumerate(programs, 1):
             link = HostLink(
                 asyncio.get_running_loop(), program, Hello(VERSION, epoch, PROGRAMS[program], str(directory), str(MODELS), settings),
-                self._on_reports, lambda link, reason: None, host_environ(os.environ, directory),
+                self._on_reports, lambda link, reason: self.deaths.put_nowait(reason), host_environ(os.environ, directory),
             )  # fmt: skip
             self.links[program] = link
             self.tensors.host_started(link)
@@ -147,6 +148,54 @@ async def test_a_report_that_nobody_waits_for_gives_its_slots_back(tmp_path: Pat
             hosts.tensors.check_integrity([hosts.run], idle=True)
         hosts.tensors.refuse(hosts.links["pool"], report.tensors)
         hosts.tensors.check_integrity([hosts.run], idle=True)
+    finally:
+        hosts.close()
+
+
+@pytest.mark.parametrize("by", ["ctypes", "torch"])
+@pytest.mark.timeout(60)
+async def test_a_body_that_writes_to_its_input_dies_and_the_output_of_its_own_worker_stays(tmp_path: Path, by: str) -> None:  # fmt: skip
+    if by == "torch":
+        pytest.importorskip("torch")
+    rig = Rig(tmp_path, pool={"workers": 1})
+    try:
+        steps = (
+            call("a", "make", 5000),
+            call("b", "scribble", ref("a"), by == "ctypes", by=by),
+            call("c", "same", ref("a")),
+        )
+        for _ in range(1 if by == "torch" else 2):
+            result, found = await rig.result(await rig.submit(Workflow(steps, outputs={"a": ref("a"), "c": ref("c")})))
+            (error,) = result.errors.values()
+            assert error.kind == "worker_died" and "SIGSEGV; it may have written to an input" in error.message
+            assert found
+            for output in found.values():
+                np.testing.assert_array_equal(output, make(5000))
+            rig.forget_ended()
+    finally:
+        await rig.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_body_that_writes_to_what_it_takes_from_its_own_worker_dies_and_the_output_stays(tmp_path: Path) -> None:  # fmt: skip
+    hosts = Hosts(tmp_path, ["pool"])
+    try:
+        await hosts.ready()
+        first = launch_of("map.python", {"function": "tests.tensor_bodies:make"}, {"value": 5000})
+        then = launch_of(
+            "map.python", {"function": "tests.tensor_bodies:scribble"}, {"arguments": {"by": "ctypes"}}, command=2
+        )
+        hosts.links["pool"].send(
+            [
+                first,
+                msgspec.structs.replace(then, bindings=(Binding(("value",), (), values.NIL, 1),), report_start=True),
+            ]
+        )
+        report = await hosts.reports["pool"].get()
+        assert isinstance(report, HostFinished) and report.command == 1, report
+        assert await hosts.deaths.get() == "SIGSEGV"
+        hosts.tensors.accept(hosts.links["pool"], hosts.run, 0, report.output, report.tensors)
+        np.testing.assert_array_equal(values.decode(hosts.tensors.inline(hosts.run, report.output)), make(5000))
     finally:
         hosts.close()
 

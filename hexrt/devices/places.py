@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 
 from hexrt.errors import InvariantViolation, NotFound, OutOfMemory
-from hexrt.memory.arena import map_at
+from hexrt.memory.arena import map_at, map_fd
 from hexrt.protocol.host import Map
 
 MAP_NORESERVE = 0x4000  # nothing is set aside for what may never be touched
@@ -27,6 +27,7 @@ class Mapped:
     address: int
     bytes: int
     writable: bool
+    read: memoryview  # the same bytes where the kernel refuses every write
 
 
 class Places:
@@ -49,15 +50,17 @@ class Places:
                     f"place {message.place} is said to have {message.bytes} bytes, its file has {os.fstat(fd).st_size}"
                 )
             memory, address = map_at(fd, message.bytes, message.writable)
+            read = map_fd(fd, message.bytes, False) if message.writable else memory
         finally:
             os.close(fd)
-        self._places[message.place] = Mapped(memory, address, message.bytes, message.writable)
+        self._places[message.place] = Mapped(memory, address, message.bytes, message.writable, read)
         if message.ring:
             self.own_ring = message.place
 
     def add(self, place: int, memory: mmap.mmap) -> None:
-        """Makes memory of this process's own a place."""
-        self._places[place] = Mapped(memoryview(memory), address_of(memory), len(memory), True)
+        """Makes memory of this process's own a place. Nobody else has its bytes, and so they are not guarded against a write in `read`."""
+        whole = memoryview(memory)
+        self._places[place] = Mapped(whole, address_of(memory), len(memory), True, whole.toreadonly())
 
     def unmap(self, place: int) -> None:
         """Forgets a place; views that are still out stay good. Raises NotFound."""
@@ -82,6 +85,13 @@ class Places:
         end = mapped.bytes if length is None else offset + length
         _check(mapped, place, offset, end)
         return mapped.memory[offset:end]
+
+    def read(self, place: int, offset: int = 0, length: int | None = None) -> memoryview:
+        """As `view`, for code that is not trusted to keep to it: a write through its address ends this process, writable place or not."""
+        mapped = self.get(place)
+        end = mapped.bytes if length is None else offset + length
+        _check(mapped, place, offset, end)
+        return mapped.read[offset:end]
 
     def address(self, place: int, offset: int, length: int, write: bool = False) -> int:
         """Where those bytes begin in this process; raises as `view` does, and where `write` is not allowed. Valid until the place is unmapped."""

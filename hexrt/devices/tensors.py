@@ -26,6 +26,8 @@ class Memory(Protocol):
 
     def view(self, place: int, offset: int = 0, length: int | None = None) -> memoryview: ...
 
+    def read(self, place: int, offset: int = 0, length: int | None = None) -> memoryview: ...
+
 
 class Output(msgspec.Struct, frozen=True, gc=False):
     """What a body put out: the encoded value, its tensors for the report, and views of them for a launch that takes it from here."""
@@ -74,7 +76,12 @@ class Desk:
     def views(self, located: Iterable[Located]) -> dict[int, memoryview]:
         if self._memory is None:
             raise InvariantViolation("this host has no shared memory")
-        return {at.handle: self._memory.view(at.place, at.offset, at.bytes).toreadonly() for at in located}
+        return {at.handle: self._memory.read(at.place, at.offset, at.bytes) for at in located}
+
+    def filled(self, slot: WriteSlot) -> memoryview:
+        """What a slot of the ring holds, for a body to read: by torch it could write to the view that filled it."""
+        assert self._memory is not None and self._ring is not None
+        return self._memory.read(self._ring[0], slot.offset, slot.bytes)
 
     def ring(self) -> RingWriter | None:
         """Where outputs go; None where none is mapped."""
@@ -138,7 +145,7 @@ class Placing:
             return Output(raw)
         made = [Made(handle, slot.slot, slot.offset, slot.bytes) for handle, slot in self._slots]
         made += [Made(handle, -1, 0, len(self._given.views[handle])) for handle in self._passed]
-        views = {handle: slot.view.toreadonly() for handle, slot in self._slots}
+        views = {handle: self._desk.filled(slot) for handle, slot in self._slots}
         views.update((handle, self._given.views[handle]) for handle in self._passed)
         for _, slot in self._slots:
             assert self._ring is not None
