@@ -10,7 +10,9 @@ from rich.console import Console
 
 from hexrt.cli.follow import MOST_ROWS, LiveView, event_line
 from hexrt.cli.machine import facts_text
-from hexrt.cli.output import for_people, plain, print_json, print_table
+from hexrt.cli.output import for_people, plain, print_json, print_outcome, print_table
+from hexrt.client import Outcome
+from hexrt.core import RunId, RunState
 from hexrt.errors import ErrorRecord
 from hexrt.protocol.messages import Update
 
@@ -77,6 +79,23 @@ def test_values_are_shown_to_people_by_what_they_are() -> None:
     assert for_people(b"123") == "3 bytes"
     assert for_people(np.arange(20, dtype=np.float32).reshape(4, 5)).startswith("float32[4, 5] 0, 1, 2")
     assert for_people(np.array([1, 2], np.int64)) == "int64[2] 1, 2"
+
+
+def test_arrays_are_shown_to_people_in_short_wherever_they_are_and_to_programs_whole(capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    array = np.arange(100_000, dtype=np.float32)
+    short = "float32[100000] 0, 1, 2, 3, 4, 5, 6, 7, ..."
+    numbers = list(range(50))
+    value = {"x": array, "deep": [{"parts": (array[:2], 1)}, None], "numbers": numbers, "text": "long " * 500}
+    assert json.loads(for_people(value)) == {
+        "x": short, "deep": [{"parts": ["float32[2] 0, 1", 1]}, None], "numbers": numbers, "text": "long " * 500,
+    }  # fmt: skip
+    assert json.loads(for_people([array] * 8)) == [short] * 8
+    assert json.loads(for_people([array] * 1000)) == [short] * 8 + ["... and 992 more"]
+    assert json.loads(for_people([array[:1]] * 10 + [1])) == ["float32[1] 0"] * 10 + [1]
+    print_outcome(Outcome(RunId(b"r" * 16), RunState.SUCCEEDED, {"maps": [[array]] * 2}, {}))
+    assert len(capsys.readouterr().out) < 200
+    print_json(value)
+    assert len(json.loads(capsys.readouterr().out)["x"]) == 100_000
 
 
 def test_json_has_hex_ids_base64_bytes_lists_for_tensors_and_no_nan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,8 @@ from hexrt.client import Outcome
 from hexrt.errors import ErrorRecord
 
 CONTROL = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | dict.fromkeys(range(127, 160), 0xFFFD)
-MOST_NUMBERS = 8
+MOST_NUMBERS = 8  # of an array
+MOST_ARRAYS = 8  # of a list of nothing else
 
 
 def visible(text: str) -> str:
@@ -61,16 +62,36 @@ def plain(value: Any) -> Any:
 
 
 def for_people(value: Any) -> str:
-    """A text as it is, a tensor by dtype, shape and first numbers, anything else as JSON."""
+    """A text as it is, a tensor by dtype, shape and first numbers, anything else as JSON, with such words for the tensors in it."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
-    if hasattr(value, "dtype") and hasattr(value, "ravel"):
-        numbers = value.ravel()[:MOST_NUMBERS].tolist()
-        shown = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers)
-        return f"{value.dtype}{list(value.shape)} {shown}{', ...' if value.size > MOST_NUMBERS else ''}"
-    return msgspec.json.encode(plain(value)).decode()
+    if _is_array(value):
+        return _in_short(value)
+    return msgspec.json.encode(plain(_with_arrays_in_short(value))).decode()
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "ravel")
+
+
+def _in_short(array: Any) -> str:
+    numbers = array.ravel()[:MOST_NUMBERS].tolist()
+    shown = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers)
+    return f"{array.dtype}{list(array.shape)} {shown}{', ...' if array.size > MOST_NUMBERS else ''}"
+
+
+def _with_arrays_in_short(value: Any) -> Any:
+    if _is_array(value):
+        return _in_short(value)
+    if isinstance(value, Mapping):
+        return {key: _with_arrays_in_short(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) > MOST_ARRAYS and all(map(_is_array, value)):
+            return [*map(_in_short, value[:MOST_ARRAYS]), f"... and {len(value) - MOST_ARRAYS} more"]
+        return [_with_arrays_in_short(part) for part in value]
+    return value
 
 
 def error_text(error: ErrorRecord) -> str:
