@@ -111,6 +111,8 @@ class Rig:
         for run in list(self.table.runs.values()):
             assert run.ended_ns, run.name
             self.table.forget(run)
+        self.service._room._kept.clear()  # they were let go of behind its back
+        self.service._room._kept_bytes = 0
         self.tensors.collect()
 
     def check_empty(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -242,3 +243,18 @@ def test_a_result_is_still_there_after_its_run_was_let_go_of_meanwhile(scene: Sc
     result, fd = export.make()
     assert fd == -1
     np.testing.assert_array_equal(decode(result.outputs["a"]), make(9000))
+
+
+def test_a_run_that_is_let_go_of_while_the_daemon_closes_is_no_error(tmp_path: Path) -> None:
+    with rigged(tmp_path) as (rig, runner):
+        run = runner.run(rig.submit(Workflow((call("a", "make", 9000),), outputs={"a": ref("a")})))
+        runner.run(rig.result(run))
+
+        async def close() -> None:
+            rig.service.owner.close_ended()
+            asyncio.get_running_loop().call_soon(rig.service._forget, run)
+            rig.tensors.close()
+            await asyncio.sleep(0)
+
+        runner.run(close())
+        assert rig.daemon.failure is None and run.id not in rig.table.runs

@@ -70,6 +70,7 @@ class Tensors:
         self._fresh: list[tuple[Run, tuple[Tensor, ...]]] = []  # of reports that are being taken in
         self._crowded = False
         self._blocked = False  # there was no room in HOST
+        self._is_closed = False
         staging.when_freed(self._room_came_free)
 
     def _room_came_free(self) -> None:
@@ -215,9 +216,9 @@ class Tensors:
         return self._crowded and self.relieve()
 
     def collect(self) -> None:
-        """Frees what was released since the last time."""
+        """Frees what was released since the last time; after `close` there is nothing to be freed any more."""
         released = self._holding.released
-        for tensor in released:
+        for tensor in released if not self._is_closed else ():
             self._free(tensor)
         released.clear()
 
@@ -363,6 +364,7 @@ class Tensors:
 
     def close(self) -> None:
         """Lets go of all memory; the hosts are dead."""
+        self._is_closed = True
         for segment in self._segments.values():
             os.close(segment.fd)
         self._segments.clear()
