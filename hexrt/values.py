@@ -75,8 +75,15 @@ def tensor(value: Any, place: Callable[[Any], int | None] | None = None) -> Any:
         return array.item()
     if place is not None and array.nbytes > INLINE_BYTES and (handle := place(array)) is not None:
         return descriptor(handle, name, array.shape)
-    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return msgspec.msgpack.Ext(TENSOR, _encoder.encode((name, array.shape, content)))
+    return msgspec.msgpack.Ext(TENSOR, _encoder.encode((name, array.shape, content_of(array))))
+
+
+def content_of(array: Any) -> memoryview:
+    """The bytes of an array in C order, without a copy where they lie so."""
+    import numpy as np
+
+    content: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return content
 
 
 def descriptor(handle: int, dtype: str, shape: Sequence[int]) -> msgspec.msgpack.Ext:

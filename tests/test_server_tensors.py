@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from hexrt import values
-from hexrt.memory.arena import F_ADD_SEALS, F_GET_SEALS, SEALS
+from hexrt.memory.arena import SEALS
 from hexrt.protocol import messages as m
 from hexrt.protocol.framing import HEADER, frame
 from tests.passing import lives, named, place, sealed, submit
@@ -26,7 +26,7 @@ encode = msgspec.msgpack.encode
 def memfd(size: int, *seals: str) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
-    fcntl.fcntl(fd, F_ADD_SEALS, sum(SEALS[name] for name in seals))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(SEALS[name] for name in seals))
     return fd
 
 
@@ -53,7 +53,7 @@ async def test_tensors_go_in_by_one_memfd_and_come_back_by_one_that_nobody_can_c
         assert values.handles(result.outputs["a"]) == (2, 1)
         found = {t.handle: os.pread(client.fds[0], t.bytes, t.offset) for t in result.tensors}
         assert found == {1: contents[0], 2: contents[1]}
-        assert fcntl.fcntl(client.fds[0], F_GET_SEALS) & sum(SEALS.values()) == sum(SEALS.values())
+        assert fcntl.fcntl(client.fds[0], fcntl.F_GET_SEALS) & sum(SEALS.values()) == sum(SEALS.values())
         with pytest.raises(PermissionError):
             os.ftruncate(client.fds[0], 0)
         os.close(client.fds.pop())

@@ -195,7 +195,7 @@ class Gathered:
             each.let_go()
         host = max((a for a in shared if not a.sealed or len(arrays) == 1), key=lambda a: a.nbytes, default=None)
         others = [a for a in arrays if a is not host]
-        contents = [_content(a) for a in others]
+        contents = [values.content_of(a) for a in others]
         if host is None:
             from hexrt.memory.arena import sealed_copy
 
@@ -205,13 +205,6 @@ class Gathered:
             fd = host.seal()
         at = {id(a): offset for a, offset in zip(others, offsets, strict=True)}
         return tuple(Tensor(i + 1, at.get(id(a), 0), a.nbytes) for i, a in enumerate(arrays)), fd
-
-
-def _content(array: Any) -> memoryview:
-    import numpy as np
-
-    content: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return content
 
 
 class Received:

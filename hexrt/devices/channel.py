@@ -7,7 +7,6 @@ is called once, with the reason.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import socket
@@ -15,15 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hexrt.errors import BadRequest, InvariantViolation
+from hexrt.memory.rights import CLOEXEC, TRUNCATED, received_fds
 from hexrt.protocol.framing import HEADER, FrameSplitter
 
 SOCKET_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 """At first. A read that fills it is followed by one of SOCKET_BYTES; memory for that is dear (13 us), so it is not taken every time."""
+INT_BYTES = 4
 MAX_FDS = 253
 """The kernel's limit for one message."""
-CUT_OFF = int(socket.MSG_CTRUNC)
-"""As a plain number: `&` with the enumeration takes 1 us, for each message that comes in."""
 
 
 class Channel:
@@ -51,7 +50,7 @@ class Channel:
         self._on_frames = on_frames
         self._on_close = on_close
         self._read_bytes = READ_BYTES
-        self._control_bytes = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize) if takes_fds else 0
+        self._control_bytes = socket.CMSG_SPACE(MAX_FDS * INT_BYTES) if takes_fds else 0
         self._fds: deque[int] = deque()
         # Bytes in the order of sending; the descriptors of a piece, our own duplicates, go with its first byte.
         self._unsent: deque[tuple[bytearray, list[int]]] = deque()
@@ -92,12 +91,10 @@ class Channel:
             self._on_frames(frames)
 
     def _receive_with_fds(self) -> bytes:
-        data, control, flags, _ = self._socket.recvmsg(self._read_bytes, self._control_bytes, socket.MSG_CMSG_CLOEXEC)
+        data, control, flags, _ = self._socket.recvmsg(self._read_bytes, self._control_bytes, CLOEXEC)
         if control:
-            for level, kind, raw in control:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._fds.extend(array.array("i", raw[: len(raw) - len(raw) % 4]))
-        if flags & CUT_OFF:
+            self._fds.extend(received_fds(control))
+        if flags & TRUNCATED:
             raise OSError(0, "file descriptors were cut off: too many are open")
         return data
 

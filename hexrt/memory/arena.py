@@ -25,8 +25,9 @@ HUGE_BYTES = 2 << 20
 OFFSET_BYTES = 64  # between the buffers of a sealed copy: a cache line, and every dtype's alignment
 KEEP_FREE_BYTES = 256 << 20  # of the page file's file system, which the store may share
 MAX_BUFFERS = 512  # of one pwritev, which takes 1,024 parts
-F_ADD_SEALS, F_GET_SEALS = 1033, 1034
-SEALS = {"SEAL": 1, "SHRINK": 2, "GROW": 4, "WRITE": 8}
+SEALS = {
+    "SEAL": fcntl.F_SEAL_SEAL, "SHRINK": fcntl.F_SEAL_SHRINK, "GROW": fcntl.F_SEAL_GROW, "WRITE": fcntl.F_SEAL_WRITE,
+}  # fmt: skip
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 
 
@@ -95,7 +96,7 @@ def _arena(size: int, flags: int) -> int:
         os.fchmod(fd, 0o400)
         if flags:
             mmap.mmap(fd, size).close()  # the first mapping sets the huge pages aside for this file, for good
-        fcntl.fcntl(fd, F_ADD_SEALS, SEALS["SHRINK"] | SEALS["GROW"] | SEALS["SEAL"])
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS["SHRINK"] | SEALS["GROW"] | SEALS["SEAL"])
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
         raise OutOfMemory(f"an arena of {size} bytes is not to be had: {error}") from error
@@ -205,7 +206,7 @@ def sealed_copy(buffers: Sequence[memoryview]) -> tuple[int, tuple[int, ...]]:
             written = os.pwritev(fd, parts[:MAX_BUFFERS], position)
             position += written
             parts = remainder(parts, written)
-        fcntl.fcntl(fd, F_ADD_SEALS, sum(SEALS.values()))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(SEALS.values()))
     except OSError as error:
         os.close(fd)
         raise OutOfMemory(f"{end} bytes of shared memory are not to be had: {error.strerror}") from error
@@ -230,7 +231,7 @@ def check_sealed(fd: int, least_bytes: int) -> int:
     Asks for the seals first: only memory has them, and so no strange file system is asked anything that might wait.
     """
     try:
-        seals = fcntl.fcntl(fd, F_GET_SEALS)
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise BadRequest("memory that is passed must be a memfd with the seals SHRINK, GROW and WRITE; this is another file") from error  # fmt: skip
     if missing := [name for name in ("SHRINK", "GROW", "WRITE") if not seals & SEALS[name]]:
