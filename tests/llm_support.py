@@ -51,6 +51,21 @@ def model_folder() -> Path:
     return MODELS / NAME
 
 
+def model_config(more: str = "") -> str:
+    """The configuration of a daemon that serves the demo's model as `small`, with one worker and no NPU."""
+    folder = model_folder()
+    return f"""
+[pool]
+workers = 1
+[npu]
+enabled = false
+[daemon]
+models_dir = "{folder.parent}"
+[models.small]
+path = "{folder.name}"
+{more}"""
+
+
 class HostProcess:
     """A `cpu` host as the daemon would start it. `receive` waits for the next frame."""
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import random
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from hexrt.devices.host import CELL_BYTES
 from hexrt.memory.arena import create_host_arena, map_fd
-from hexrt.protocol.framing import FrameSplitter, frame
+from hexrt.protocol.framing import frame
 from hexrt.protocol.host import (
     FIRST_SEGMENT,
     HOST,
@@ -37,16 +35,14 @@ from hexrt.protocol.host import (
     Ping,
     Ready,
     Stats,
-    ToHost,
     Unmap,
     Withdraw,
 )
-from tests.bodies import ROOT
+from tests.host_peer import EPOCH, START, HostPeer
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.timeout(120)
 MIB = 1 << 20
-EPOCH = 9
 FILE_BYTES, HOST_BYTES = 64 * MIB, 24 * MIB
 UNTOUCHED = 40 * MIB  # the probe at start stays below
 PAGE = 360 << 10
@@ -91,27 +87,9 @@ host.main(sys.argv[3:])
 """
 
 
-class DiskHost:
-    """Use as a context manager; leaving it closes the socket and waits until the process is gone."""
-
+class DiskHost(HostPeer):
     def __init__(self, folder: Path, *script: str, nvme_bytes: int = FILE_BYTES) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(60)
-        cell = os.memfd_create("cell")
-        os.ftruncate(cell, CELL_BYTES)
-        self.cell = memoryview(mmap.mmap(cell, CELL_BYTES)).cast("Q")
-        start = ["-c", *script] if script else ["-m", "hexrt.devices.host"]
-        self.process = subprocess.Popen(
-            [sys.executable, *start, "disk", str(theirs.fileno()), str(cell), str(os.getpid())],
-            pass_fds=(theirs.fileno(), cell),
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-        )
-        theirs.close()
-        os.close(cell)
-        self._splitter = FrameSplitter(1 << 30)
-        self._decoder = msgspec.msgpack.Decoder(tuple[int, list[FromHost]])
-        self._reports = self._read()
+        super().__init__("disk", ("-c", *script) if script else START, stderr=subprocess.PIPE)
         memory = {"nvme_path": str(folder / "pages"), "nvme_bytes": nvme_bytes, "host_bytes": HOST_BYTES}
         self.send(Hello(VERSION, EPOCH, "nvme", str(folder), "", {"memory": memory}))
 
@@ -123,19 +101,6 @@ class DiskHost:
     def map(self, place: int, fd: int, size: int, writable: bool = True) -> None:
         socket.send_fds(self.socket, [frame(msgspec.msgpack.encode([Map(place, size, writable)]))], [fd])
 
-    def send(self, *messages: ToHost) -> None:
-        self.socket.sendall(frame(msgspec.msgpack.encode(messages)))
-
-    def _read(self) -> Iterator[FromHost]:
-        while data := self.socket.recv(1 << 20):
-            for body in self._splitter.feed(data):
-                epoch, reports = self._decoder.decode(body)
-                assert epoch == EPOCH
-                yield from reports
-
-    def next(self) -> FromHost:
-        return next(self._reports)
-
     def rest(self) -> list[FromHost]:
         """All that it says until it is gone."""
         return list(self._reports)
@@ -145,16 +110,9 @@ class DiskHost:
         assert isinstance(found, Copied), found
         return found
 
-    def __enter__(self) -> DiskHost:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
+    def __exit__(self, *raised: Any) -> None:
         try:
-            self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+            super().__exit__(*raised)
         finally:
             assert self.process.stderr is not None
             self.process.stderr.close()

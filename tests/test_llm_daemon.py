@@ -11,29 +11,16 @@ from hexrt.client import Client
 from hexrt.core import RunState
 from hexrt.protocol.messages import Accepted, Update
 from hexrt.workflow.build import WorkflowBuilder
-from tests.llm_support import model_folder
+from tests.llm_support import model_config
 from tests.running import Running
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(300)  # the first step waits for torch and the model
 
-CONFIG = """
-[pool]
-workers = 1
-[npu]
-enabled = false
-[daemon]
-models_dir = "{folder}"
-[models.small]
-path = "{name}"
-"""
-
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    folder = model_folder()
-    config = CONFIG.format(folder=folder.parent, name=folder.name)
-    with Running(tmp_path_factory.mktemp("llm"), config) as daemon, daemon.client() as client:
+    with Running(tmp_path_factory.mktemp("llm"), model_config()) as daemon, daemon.client() as client:
         yield client
 
 

@@ -14,7 +14,7 @@ from hexrt.cli.demo_workflow import read_corpus
 from hexrt.client import Client
 from hexrt.workflow.build import WorkflowBuilder
 from hexrt.workflow.model import Workflow
-from tests.llm_support import model_folder
+from tests.llm_support import model_config
 from tests.running import Running
 from tests.seeds import seeds
 
@@ -22,21 +22,6 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(600)
 
 MODELS = Path(__file__).parents[1] / ".models"
-CONFIG = """
-[pool]
-workers = 1
-[npu]
-enabled = false
-[daemon]
-models_dir = "{folder}"
-[models.small]
-path = "{name}"
-[cpu]
-arena_mib = {arena}
-[memory]
-host_mib = {host}
-nvme_mib = {nvme}
-"""
 AMPLE = (512, 1024, 0)
 TIGHT = (20, 22, 256)
 """Twenty-eight pages on the device: the largest conversation and two chunks. Little more in HOST."""
@@ -71,8 +56,7 @@ def workflows(count: int) -> list[Workflow]:
 
 
 def config(arena: int, host: int, nvme: int) -> str:
-    folder = model_folder()
-    return CONFIG.format(folder=folder.parent, name=folder.name, arena=arena, host=host, nvme=nvme)
+    return model_config(f"[cpu]\narena_mib = {arena}\n[memory]\nhost_mib = {host}\nnvme_mib = {nvme}\n")
 
 
 def answers(client: Client, count: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from hexrt.scheduling.cost import CostModel
 from hexrt.workflow.build import WorkflowBuilder
 from hexrt.workflow.model import Workflow
 from tests.llm_desk import PAGE_BYTES, keeper_of
-from tests.llm_support import model_folder
+from tests.llm_support import model_config
 from tests.notation import submit, table, workflow
 from tests.running import Running
 from tests.tensor_rig import ME, call, ref, rigged
@@ -191,23 +191,10 @@ def test_a_daemon_tells_an_admin_of_every_run_and_others_of_their_own(tmp_path: 
         assert report.host_pages in ("reserved", "transparent", "plain")
 
 
-CONFIG = """
-[pool]
-workers = 1
-[npu]
-enabled = false
-[daemon]
-models_dir = "{folder}"
-[models.small]
-path = "{name}"
-"""
-
-
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     pytest.importorskip("transformers")
-    folder = model_folder()
-    with Running(tmp_path_factory.mktemp("m"), CONFIG.format(folder=folder.parent, name=folder.name)) as running:
+    with Running(tmp_path_factory.mktemp("m"), model_config()) as running:
         yield running
 
 
