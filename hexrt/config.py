@@ -72,8 +72,20 @@ class Cpu(_Section):
     enabled: bool = True
     threads: Cores = 0  # 0: the number of cores
     arena_mib: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 512  # 0: pages are used in place in the host's memory
+    weights_mib: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = (
+        0  # of all models that are loaded at a time; 0: half of the machine's memory
+    )
     token_budget: Positive = 512  # prompt tokens of one chunk
     passes: Positive = 4  # forward passes of one chunk
+
+
+class Llm(_Section):
+    """How language models' KV pages are shared and kept, on any device."""
+
+    share_prefixes: Literal["off", "user", "all"] = "user"  # between whose sequences: nobody's, one user's, everybody's
+    hold_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = (
+        2.0  # how long at most a conversation's pages stay pinned while its tool runs; 0: never
+    )
 
 
 class Npu(_Section):
@@ -83,10 +95,19 @@ class Npu(_Section):
 
 
 class Model(_Section):
-    """A model that `llm.*` steps may name."""
+    """A model that `llm.*` steps may name: of `path`, run here, or of `endpoint`, a server that speaks OpenAI's protocol."""
 
-    path: str  # a folder: safetensors, config.json, tokenizer.json, tokenizer_config.json; relative to models_dir
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    path: str = ""  # a folder (safetensors, config.json, tokenizer.json, tokenizer_config.json) or one .gguf file; relative to models_dir
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of what is computed
+    weights: Literal["as_dtype", "int8", "int4"] = "as_dtype"  # how the weights of linear layers are kept in memory
+    kv_dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # of KV pages; "": dtype
+    endpoint: str = ""  # http://HOST:PORT/v1
+    endpoint_model: str = ""  # what the server calls it; "": the first that it offers
+    api_key_file: str = ""  # holds the key that the endpoint asks for
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 8  # requests to the endpoint at a time
+    connect_s: Seconds = 5.0
+    idle_s: Seconds = 120.0  # how long the endpoint may say nothing in the middle of an answer
+    tries: Annotated[int, msgspec.Meta(ge=1, le=100)] = 4  # of one request, where the server is busy or not there
 
 
 class Config(_Section):
@@ -97,6 +118,7 @@ class Config(_Section):
     memory: Memory = Memory()
     cpu: Cpu = Cpu()
     npu: Npu = Npu()
+    llm: Llm = Llm()
     models: dict[str, Model] = {}
     ops: dict[str, dict[str, Any]] = {}  # [ops.NAME]: settings of an op, checked by the op
 

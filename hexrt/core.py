@@ -68,6 +68,16 @@ class Peer(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How likely one answer token was, as natural logarithms of the model's own distribution (before temperature, penalties and cuts).
+
+    `top`: (id, log-probability) of the likeliest tokens, likeliest first; empty where only the drawn one's was asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is known of a tensor on an edge: dtype by NumPy name, shape with None for an unknown extent."""
 

@@ -81,7 +81,9 @@ class Daemon:
         self._saved = {name: self.store.load(name) or b"" for name in ("cost", "links")}
         self._load_learnt("cost", self.cost.load)
         self._load_learnt("links", keeper.load_links)
-        sources = {name: model_source(self._model_path(m.path), m.dtype) for name, m in self._models().items()}
+        sources = self._sources = {
+            name: model_source(self._model_path(m.path), m) for name, m in self._models().items()
+        }
         engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes)
         self.brain = Brain(self.table, self.cost, engines)
         self.arenas = Arenas(config.memory, keeper, self._start_disk)
@@ -179,7 +181,7 @@ class Daemon:
         settings: dict[str, Any] = {
             "ops": config.ops,
             "max_output_bytes": config.limits.max_output_mib << 20,
-            "models": {n: {"path": self._model_path(m.path), "dtype": m.dtype} for n, m in self._models().items()},
+            "models": {n: {"path": s.path, "is_exact": s.is_exact} for n, s in self._sources.items()},
             "cpu": msgspec.to_builtins(config.cpu),
             "npu": msgspec.to_builtins(config.npu),
             "memory": {"nvme_path": config.memory.nvme_path, "nvme_bytes": config.memory.nvme_mib << 20},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hexrt.core import Durability
+from hexrt.core import Durability, TokenLogprob
 from hexrt.errors import ErrorRecord
 from hexrt.workflow.model import Workflow
 
@@ -73,6 +73,7 @@ class Emitted(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
     ids: tuple[int, ...]
     text: str
     at_ns: int
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of ids, where they were asked for
 
 
 class CancelRequested(msgspec.Struct, frozen=True, array_like=True, tag=6, gc=False):

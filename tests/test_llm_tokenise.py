@@ -40,7 +40,7 @@ def folder() -> Path:
 
 def tokens(folder: Path, inputs: dict[str, Any], **params: Any) -> Tokenised:
     """What the tokenise part of a step `ask` gives, run as a pool worker would."""
-    models = {"small": {"path": folder.name, "dtype": "float32"}, "half": {"path": folder.name, "dtype": "bfloat16"}}
+    models = {"small": {"path": folder.name, "is_exact": True}, "half": {"path": folder.name, "is_exact": False}}
     hello = Hello(VERSION, 1, "pool:0", "/nowhere", str(folder.parent), {"models": models})
     launch = Launch(
         1, 1, "llm.generate", 0, b"r", "ask", 0, 10.0, msgspec.Raw(msgspec.msgpack.encode(params)),
@@ -111,7 +111,7 @@ def test_ids_that_would_not_be_encoded_so_stay_as_they_were_drawn(folder: Path) 
         ({"prompt": 5}, {}, BadRequest, r"ask\.inputs\.prompt: Expected `str`"),
         ({"system": "a", "messages": [{"role": "user", "content": "a"}]}, {}, BadRequest, r"ask\.inputs\.system"),
         ({"prompt": "a"}, {"model": "big"}, NotFound, r"params\.model: there is no model 'big'; configured are: half, small"),
-        ({"prompt": "a"}, {"model": "half", "numerics": "exact"}, Unavailable, "'half' is configured as bfloat16"),
+        ({"prompt": "a"}, {"model": "half", "numerics": "exact"}, Unavailable, "'half' is configured otherwise"),
         ({"prompt": "a", "system": "b"}, {"raw": True}, BadRequest, r"params\.raw"),
         ({"prompt": "a", "continue_from": {"ids": [49152], "prompt_tokens": 1}}, {}, BadRequest, "not of the model"),
         ({"prompt": "a", "continue_from": {"ids": [], "prompt_tokens": 1}}, {}, BadRequest, "continue_from"),

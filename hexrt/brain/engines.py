@@ -89,7 +89,7 @@ class Engines:
         """A prefill or decode task was placed on `device`."""
         try:
             name = self._model_name(task)
-            check_numerics(task.step.node.params.numerics, name, self.models[name].dtype)  # type: ignore[attr-defined]
+            check_numerics(task.step.node.params.numerics, name, self.models[name].is_exact)  # type: ignore[attr-defined]
         except HexrtError as error:
             self._fail(task, error.record(), now_ns)
             return

@@ -20,15 +20,32 @@ class LoadedModel(msgspec.Struct, frozen=True):
 
     page_bytes: int
     context_tokens: int
+    weight_bytes: int = 0
+    digest: str = ""  # of config and weights, as far as sizes and times of files tell: of what its prefix keys are made
+    facts: dict[str, Any] = {}  # for people: architecture, parameters, attention, levers
 
 
 class ModelSource(msgspec.Struct, frozen=True):
-    """`page_bytes` and `context_tokens` are 0 where the model's config cannot be read: its host will say why."""
+    """`page_bytes` and the others are 0 where the model's config cannot be read: its host will say why. `endpoint`: it is no host's at all."""
 
     path: str
     dtype: str
     page_bytes: int = 0
     context_tokens: int = 0
+    weights: str = "as_dtype"
+    kv_dtype: str = ""
+    weight_bytes: int = 0  # about what it takes in memory
+    endpoint: str = ""
+    concurrency: int = 0  # of an endpoint
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it can keep exact numerics."""
+        return not self.endpoint and (self.dtype, self.weights, self.kv_dtype or self.dtype) == (
+            "float32",
+            "as_dtype",
+            "float32",
+        )
 
 
 def check_fits(node: Node, models: Mapping[str, ModelSource], keeper: Keeper, devices: Iterable[str]) -> None:

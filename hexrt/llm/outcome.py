@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 import msgspec
 
+from hexrt.core import TokenLogprob
 from hexrt.errors import ErrorRecord
 
 
@@ -32,6 +33,7 @@ class Emitted(msgspec.Struct, frozen=True):
     first: int
     ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -43,6 +45,7 @@ class Ended(msgspec.Struct, frozen=True):
     text: str
     start_ns: int
     end_ns: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True):

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from hexrt.core import TokenLogprob
 from hexrt.errors import BadRequest, InvariantViolation, NotFound, Unavailable
 from hexrt.llm.outcome import Ended
 from hexrt.llm.sequence import SequenceRequest
-from hexrt.protocol.host import Sampling
+from hexrt.protocol.host import Grammar, Sampling
 
 DEFAULT = "default"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,6 +35,12 @@ class Answer(msgspec.Struct, frozen=True):
     prompt_tokens: int
     answer_tokens: int
     finish: str
+    logprobs: tuple[TokenLogprob, ...] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # of each answer token, where they were asked for
+    messages: tuple[dict[str, str], ...] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # the conversation with the answer, of an endpoint's, which gives no ids
 
 
 class ModelShape(msgspec.Struct, frozen=True):
@@ -70,11 +77,12 @@ def resolve_model(name: str, configured: Iterable[str]) -> str:
     raise NotFound(f"there is no model {name!r}; configured are: {', '.join(sorted(names))}", "params.model")
 
 
-def check_numerics(numerics: str, model: str, dtype: str) -> None:
-    """Raises Unavailable where exact numerics are asked of a model in a dtype that cannot keep them."""
-    if numerics == "exact" and dtype != "float32":
+def check_numerics(numerics: str, model: str, is_exact: bool) -> None:
+    """Raises Unavailable where exact numerics are asked of a model whose dtype, weights, KV pages or server cannot keep them."""
+    if numerics == "exact" and not is_exact:
         raise Unavailable(
-            f"exact numerics need float32, and {model!r} is configured as {dtype}: ask for fast, or another model",
+            f"exact numerics need a model of float32 in weights and pages, and {model!r} is configured otherwise: ask for "
+            "fast, or another model",
             "params.numerics",
         )
 
@@ -138,8 +146,16 @@ def request_of(
 
 def sampling_of(params: Any) -> Sampling:
     return Sampling(
-        params.temperature, params.top_k, params.top_p, params.seed, params.stop, params.max_tokens, params.ignore_eos
-    )
+        params.temperature, params.top_k, params.top_p, params.seed, params.stop, params.max_tokens, params.ignore_eos,
+        params.min_p, params.repetition_penalty, params.stop_tokens,
+        -1 if params.logprobs is None else params.logprobs, grammar_of(params),
+    )  # fmt: skip
+
+
+def grammar_of(params: Any) -> Grammar | None:
+    if params.json_schema is not None:
+        return Grammar("json_schema", msgspec.json.encode(params.json_schema).decode())
+    return Grammar("regex", params.regex) if params.regex is not None else None
 
 
 def output_of_prefill(request: SequenceRequest) -> bytes:
@@ -152,4 +168,5 @@ def output_of_decode(request: SequenceRequest, ended: Ended) -> bytes:
     if request.key != ended.key:
         raise InvariantViolation(f"the end of {ended.key!r} for the request of {request.key!r}")
     prompt = len(request.ids)
-    return _encoder.encode(Answer(ended.text, request.ids + ended.ids, prompt, len(ended.ids), ended.finish))
+    logprobs = ended.logprobs or msgspec.UNSET
+    return _encoder.encode(Answer(ended.text, request.ids + ended.ids, prompt, len(ended.ids), ended.finish, logprobs))

@@ -45,7 +45,7 @@ def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, 
     try:
         name = resolve_model(params.model, context.models)
         model = context.models[name]
-        check_numerics(params.numerics, name, model["dtype"])
+        check_numerics(params.numerics, name, model["is_exact"])
         vocabulary = load_vocabulary(Path(context.models_dir) / model["path"], name)
         ids = tokenise(vocabulary, name, params.raw, inputs)
         check_room(name, len(ids), vocabulary.context_tokens)

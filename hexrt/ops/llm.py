@@ -51,6 +51,16 @@ class DecodeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     stop: Annotated[tuple[StopString, ...], msgspec.Meta(max_length=16)] = ()
     ignore_eos: bool = False
+    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the likeliest token's probability; 0: off
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0  # over prompt and answer; 1: off
+    stop_tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=64)] = ()
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = (
+        None  # of each answer token, and so many of the likeliest beside it
+    )
+    json_schema: dict[str, Any] | None = None  # the answer is JSON that matches it
+    regex: Annotated[str, msgspec.Meta(min_length=1, max_length=10_000)] | None = (
+        None  # the answer matches it from its first character to its last
+    )
 
 
 class GenerateParams(DecodeParams, frozen=True, forbid_unknown_fields=True):
@@ -73,9 +83,11 @@ class Continued(msgspec.Struct, frozen=True):
 
 def check(params: Any) -> None:
     """Refuses numbers that are none; msgspec refuses them by range where the schema is applied, this holds for records built in Python."""
-    for field in ("temperature", "top_p"):
+    for field in ("temperature", "top_p", "min_p", "repetition_penalty"):
         if not math.isfinite(getattr(params, field, 0.0)):
             raise BadRequest("must be a finite number", field)
+    if params.json_schema is not None and params.regex is not None:
+        raise BadRequest("give either json_schema or regex", "regex")
 
 
 def prefill_work(params: Any, input_bytes: int) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from hexrt.core import TokenLogprob
 from hexrt.errors import ErrorRecord
 
-VERSION = 2
+VERSION = 3
 
 # Places: how a host addresses memory. Greater numbers are segments that the daemon names by Map.
 DEVICE, HOST, NVME, FIRST_SEGMENT = 0, 1, 2, 16
@@ -78,11 +79,15 @@ class Launch(Message, tag=1):
 
 
 class LoadModel(Message, tag=2):
+    """The output of its HostFinished is a `brain.models.LoadedModel`."""
+
     command: int
     model: str
-    path: str  # folder with safetensors, config and tokeniser
-    dtype: str
+    path: str  # a folder with safetensors, config and tokeniser, or one GGUF file
+    dtype: str  # of what is computed
     page_tokens: int
+    weights: str = "as_dtype"  # or int8, int4
+    kv_dtype: str = ""  # of K and V in pages; "": dtype
 
 
 class UnloadModel(Message, tag=3):
@@ -119,8 +124,18 @@ class BindPages(Message, tag=5):
     version: int
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What an answer's text must match."""
+
+    kind: str  # json_schema, regex
+    source: str  # the schema as JSON, or the expression
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """temperature 0 is greedy. The draw for answer position i depends on (seed, i) alone."""
+    """temperature 0 is greedy. The draw for answer position i depends on (seed, i) alone.
+
+    Applied in this order: repetition penalty, grammar, temperature, top_k, top_p, min_p.
+    """
 
     temperature: float
     top_k: int  # 0: off
@@ -129,14 +144,20 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop: tuple[str, ...]
     max_tokens: int
     ignore_eos: bool = False
+    min_p: float = 0.0  # of the likeliest token's probability; 0: off
+    repetition_penalty: float = 1.0  # over prompt and answer; 1: off
+    stop_tokens: tuple[int, ...] = ()
+    logprobs: int = -1  # of the drawn token, and so many of the likeliest; -1: off
+    grammar: Grammar | None = None
 
 
 class ChunkSequence(Message):
     """One sequence of a chunk. `ids` are the prompt slice that starts at `position`; empty for pure decoding, where `position` is the number
     of tokens whose K and V are in the pages.
 
-    `last` says that the slice ends the prompt, so that pass 1 samples. `sampling` and `answered` come with the first chunk that names
-    the sequence: `answered` are answer ids from before a restart or preemption, already part of what is prefilled.
+    `last` says that the slice ends the prompt, so that pass 1 samples. `sampling`, `answered` and `prompt` come with the first chunk that names
+    the sequence: `answered` are answer ids from before a restart or preemption, already part of what is prefilled; `prompt` are all of the
+    prompt's ids where a repetition penalty reads them, else none.
     """
 
     sequence: int
@@ -145,6 +166,7 @@ class ChunkSequence(Message):
     last: bool
     sampling: Sampling | None = None
     answered: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
 
 
 class Chunk(Message, tag=6):
@@ -238,6 +260,7 @@ class Token(Message):
     ids: tuple[int, ...]
     text: str
     finish: str
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of ids, where they were asked for
 
 
 class Chunked(Message, tag=3):

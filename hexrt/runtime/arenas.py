@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from hexrt.brain.models import PAGE_TOKENS, ModelSource
 from hexrt.brain.view import Device
-from hexrt.config import Memory
+from hexrt.config import Memory, Model
 from hexrt.core import DeviceKind
 from hexrt.devices.link import HostLink
 from hexrt.errors import HexrtError
@@ -44,14 +45,18 @@ def keeper_of(memory: Memory, arenas_mib: Mapping[str, int]) -> Keeper:
     return keeper
 
 
-def model_source(folder: str, dtype: str) -> ModelSource:
+def model_source(folder: str, model: Model) -> ModelSource:
     """A model of the config, with what its own config.json says of its pages and its context, so far as that can be read."""
+    source = ModelSource(
+        folder, model.dtype, weights=model.weights, kv_dtype=model.kv_dtype, endpoint=model.endpoint,
+        concurrency=model.concurrency,
+    )  # fmt: skip
     try:
         shape = model_shape(msgspec.json.decode(Path(folder, "config.json").read_bytes()))
     except (OSError, msgspec.MsgspecError, HexrtError):
-        return ModelSource(folder, dtype)
-    page_bytes = shape.page_bytes(dtype, PAGE_TOKENS)
-    return ModelSource(folder, dtype, page_bytes + -page_bytes % GRANULE, shape.context_tokens)
+        return source
+    page_bytes = shape.page_bytes(model.kv_dtype or model.dtype, PAGE_TOKENS)
+    return replace(source, page_bytes=page_bytes + -page_bytes % GRANULE, context_tokens=shape.context_tokens)
 
 
 class Arenas:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from hexrt.core import Durability, RunState, TaskState
+from hexrt.core import Durability, RunState, TaskState, TokenLogprob
 from hexrt.errors import ErrorRecord
 from hexrt.events import Emitted
 from hexrt.protocol.messages import AttemptRecord
@@ -62,6 +62,7 @@ class Task(msgspec.Struct, gc=False, eq=False):
     learn: Callable[[int], None] | None = None  # takes the run time in ns, for the cost model
     tensors: tuple[Tensor, ...] = ()  # that its launch in flight may read
     answered: list[int] | None = None  # token ids of an LLM answer so far
+    logprobs: list[TokenLogprob] | None = None  # of each of them, where they were asked for
     text: list[str] | None = None
 
 
@@ -140,6 +141,8 @@ def add_tokens(task: Task, event: Emitted) -> bool:
         return False
     task.answered.extend(event.ids)
     task.text.append(event.text)
+    if event.logprobs:
+        task.logprobs = [*(task.logprobs or ()), *event.logprobs]
     return True
 
 
