@@ -49,6 +49,7 @@ LAYERS: dict[str, float] = {
     "hexrt.runtime.retries": 3.1,
     "hexrt.scheduling": 3.9,
     "hexrt.memory.keeper": 4.0,
+    "hexrt.memory.prices": 4.0,
     "hexrt.memory.traffic": 4.0,
     "hexrt.llm.batch": 4.1,
     "hexrt.llm.pages": 4.1,
@@ -76,7 +77,7 @@ PURE = (
     "hexrt.memory.audit", "hexrt.memory.bits", "hexrt.memory.columns", "hexrt.memory.copies", "hexrt.memory.counts", "hexrt.memory.evict",
     "hexrt.memory.extents", "hexrt.memory.frames", "hexrt.memory.tables", "hexrt.memory.tiers",
     "hexrt.runtime.entities", "hexrt.runtime.holding", "hexrt.runtime.maps", "hexrt.runtime.retries", "hexrt.llm.batch",
-    "hexrt.llm.chunk", "hexrt.llm.pages", "hexrt.memory.keeper", "hexrt.memory.traffic", "hexrt.llm.outcome", "hexrt.llm.sequence", "hexrt.llm.steps", "hexrt.scheduling", "hexrt.brain",
+    "hexrt.llm.chunk", "hexrt.llm.pages", "hexrt.memory.keeper", "hexrt.memory.prices", "hexrt.memory.traffic", "hexrt.llm.outcome", "hexrt.llm.sequence", "hexrt.llm.steps", "hexrt.scheduling", "hexrt.brain",
 )  # fmt: skip
 """No async, I/O, clock or threads. An op's file is pure where it is imported: its body may import what it needs inside its function."""
 

@@ -119,9 +119,9 @@ class Machine:
         pool.pin((page,))
         while not pool.has(page, Level.DEVICE):
             await self.until(lambda: not pool.moving(page))
-            if keeper.below_top(page) == 2:
+            if keeper.prices.below_top(page) == 2:
                 keeper.lift((page,))
-            elif keeper.below_top(page) == 1 and keeper.make_room(self.cls, 1):
+            elif keeper.prices.below_top(page) == 1 and keeper.make_room(self.cls, 1):
                 keeper.load((page,), "cpu:0", lambda faults: None)
             self.send()
             if not pool.has(page, Level.DEVICE) and len(keeper.traffic):

@@ -355,9 +355,11 @@ class Engine:
             return None
         keeper = self.pages.keeper
         absent = [
-            p for p in self.pages.tables.table(state.number) if not keeper.pool.is_lost(p) and keeper.below_top(p)
+            p
+            for p in self.pages.tables.table(state.number)
+            if not keeper.pool.is_lost(p) and keeper.prices.below_top(p)
         ]
-        return keeper.load_ns(absent) if absent else 0
+        return keeper.prices.load_ns(absent) if absent else 0
 
     def holdings(self) -> list[tuple[Hashable, Sequence[Page]]]:
         """The pages of each sequence that has any, those that it shares with others included."""

@@ -52,7 +52,7 @@ class SequencePages:
         """What a token took in the newest chunk. Those with the most prompt are the fastest, and they are what computing anew is like."""
         slowly = self.token_ns * 1.01
         self.token_ns = token_ns if not self.token_ns or token_ns < slowly else slowly
-        self.keeper.recompute_ns[self.cls] = self.token_ns * self.page_tokens
+        self.keeper.prices.recompute_ns[self.cls] = self.token_ns * self.page_tokens
 
     # --- taking -----------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class SequencePages:
             return Took.NOTHING
         pool.share(shared)
         pool.pin(shared)
-        absent = [page for page in shared if keeper.below_top(page)]
+        absent = [page for page in shared if keeper.prices.below_top(page)]
         fresh = state.pages - len(shared)
         tail = self._room_with(tail, fresh + len(absent))
         if tail is None and not keeper.make_room(self.cls, fresh + len(absent)):
@@ -112,29 +112,29 @@ class SequencePages:
         pages = list(table[: min(full, there)])
         if any(self._is_unsettled(page) for page in pages):
             return None, None
-        deep = [page for page in pages if self.keeper.below_top(page) > 1]
+        deep = [page for page in pages if self.keeper.prices.below_top(page) > 1]
         if deep and self._is_worth(pages):
             if state.lifts < LIFTS and self.keeper.lift(deep):
                 state.lifts += 1
                 return None, None
         first_deep = pages.index(deep[0]) if deep else len(pages)
         pages = pages[:first_deep]
-        absent = [page for page in pages if self.keeper.below_top(page)]
+        absent = [page for page in pages if self.keeper.prices.below_top(page)]
         if absent and not self._is_worth(absent):
             pages = pages[: pages.index(absent[0])]
         tail = table[full] if len(pages) == full < there and common % self.page_tokens else None
-        if tail is not None and (self._is_unsettled(tail) or self.keeper.below_top(tail)):
+        if tail is not None and (self._is_unsettled(tail) or self.keeper.prices.below_top(tail)):
             tail = None
         return pages, tail
 
     def _is_unsettled(self, page: Page) -> bool:
         """In a move, other than one that copies it down from where it is used: it cannot be loaded, or its frame changes in a moment."""
-        stored = self.pool.state(page) is PageState.STORING and not self.keeper.below_top(page)
+        stored = self.pool.state(page) is PageState.STORING and not self.keeper.prices.below_top(page)
         return self.pool.moving(page) and not stored
 
     def _is_worth(self, pages: list[Page]) -> bool:
         """Whether bringing pages up takes less than computing them anew."""
-        return not self.token_ns or self.keeper.load_ns(pages) < self.token_ns * self.page_tokens * len(pages)
+        return not self.token_ns or self.keeper.prices.load_ns(pages) < self.token_ns * self.page_tokens * len(pages)
 
     def _note(self, state: State) -> Callable[[frozenset[Page]], None]:
         number = state.number

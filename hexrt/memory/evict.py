@@ -51,12 +51,17 @@ class _Search:
 
     def can_store(self, page: Page) -> bool:
         """Whether the tier below has room for one page more, once it has evicted what it can."""
-        cls = self.pool.cls(page)
-        if self.admits is not None and self.pool.classes[cls].recomputable and not self.admits(page):
+        if self.is_refused(page):
             return False
+        cls = self.pool.cls(page)
         if cls not in self.below:
             self.below[cls] = self._room_below(cls)
         return self.below[cls] >= self.pool.span(page)
+
+    def is_refused(self, page: Page) -> bool:
+        """Whether it is worth less than storing it takes: it can be computed again."""
+        recomputable = self.pool.classes[self.pool.cls(page)].recomputable
+        return recomputable and self.admits is not None and not self.admits(page)
 
     def _room_below(self, cls: int) -> int:
         record = self.pool.classes[cls]
@@ -150,9 +155,13 @@ def _take_own(search: _Search) -> None:
                 if not pool.classes[pool.cls(page)].recomputable:
                     continue
                 search.room.discards.append(page)
+            elif search.is_refused(page):
+                if not search.may_discard:
+                    continue
+                search.room.discards.append(page)
             elif search.can_store(page):
                 search.take(page)
-            elif not any(search.below.values()) and search.admits is None:
+            elif not any(search.below.values()):
                 break  # nothing more goes below
             else:
                 continue

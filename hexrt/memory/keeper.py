@@ -14,6 +14,7 @@ from hexrt.errors import InvariantViolation, OutOfMemory
 from hexrt.memory import plan
 from hexrt.memory.frames import GRANULE, FrameSpace
 from hexrt.memory.pool import Level, Move, Page, PagePool
+from hexrt.memory.prices import Prices
 from hexrt.memory.tiers import Tier
 from hexrt.memory.traffic import Flight, Then, Traffic, TrafficStatistics
 from hexrt.protocol.host import DEVICE, HOST, NVME, Copied, Piece, ToHost
@@ -36,7 +37,7 @@ class Keeper:
         self.wants_disk = False  # there is work for the host of the NVME tier, which is to be started
         self._has_disk = True  # or it may yet be had
         self.when_freed: list[Callable[[], None]] = []  # called when frames may have come free
-        self.recompute_ns: dict[int, float] = {}  # class -> what computing one of its pages takes, where that is known
+        self.prices = Prices(pool, links)
         self._top: dict[str, int] = {}  # device -> the tier that its pages are used in
         self._host = self._nvme = -1
         self._write_faults = 0
@@ -87,6 +88,22 @@ class Keeper:
         for freed in self.when_freed:
             freed()
 
+    def short_of(self, cls: int, count: int) -> int:
+        """How many pages of the class could not be made at its top though all that may go from there went."""
+        pool, tier = self.pool, self.pool.top(cls)
+        if pool.can_create(cls, count, 1, tier):
+            return 0
+        room = plan.make_room(pool, tier, cls, count, True, 1, self.prices.admission(tier))
+        return max(0, count - pool.room(cls, tier) - self._leaving(tier, cls) - room.pages)
+
+    def store(self, pages: Sequence[Page], device: str) -> None:
+        """Begins to write pages down from where the device uses them, so that they can give way at once when others need the room."""
+        top = self._top[device]
+        level = self.pool.tiers[top].level
+        self._store(
+            [p for p in pages if self.pool.is_evictable(p, level) and self.pool.columns.copies[p] == 1 << level], top
+        )
+
     def make_room(self, cls: int, count: int) -> bool:
         """Whether `count` pages of the class can be made at its top now. If not, evictions may have begun: ask again when frames came free."""
         return self._make_room(self.pool.top(cls), cls, count)
@@ -95,7 +112,7 @@ class Keeper:
         pool = self.pool
         if pool.can_create(cls, count, span, tier):
             return True
-        room = plan.make_room(pool, tier, cls, count, True, span, self._admission(tier))
+        room = plan.make_room(pool, tier, cls, count, True, span, self.prices.admission(tier))
         if span == 1 and pool.room(cls, tier) + self._leaving(tier, cls) + room.pages < count:
             return False  # nothing is given up for what cannot be had anyway
         level = pool.tiers[tier].level
@@ -109,23 +126,6 @@ class Keeper:
         """Frames of the class's size whose content open moves carry down: they can be dropped soon."""
         record, level = self.pool.classes[cls], self.pool.tiers[tier].level
         return self.pool.tiers[tier].leaving[record.frame_classes[level]]
-
-    def below_top(self, page: Page) -> int:
-        """How many hops a page is away from where it is used: 0 there, 1 or 2 below. For a page with a copy somewhere."""
-        pool = self.pool
-        top = pool.tiers[pool.top(pool.cls(page))].level
-        return next(level - top for level in range(top, Level.NVME + 1) if pool.has(page, Level(level)))
-
-    def load_ns(self, pages: Sequence[Page]) -> int:
-        """What bringing these pages to where they are used is expected to take, one hop after the other."""
-        pool, total, size = self.pool, 0, 0
-        top = pool.top(pool.cls(pages[0]))
-        for page in pages:
-            page_bytes = pool.span(page) * pool.page_bytes(pool.cls(page))
-            if self.below_top(page) > 1:
-                total += self.links.estimate_ns((self._nvme, self._host), page_bytes)
-            size += page_bytes
-        return total + self.links.estimate_ns((self._nvme if top == self._host else self._host, top), size)
 
     def load(self, pages: Sequence[Page], device: str, then: Then) -> None:
         """Brings pinned pages one hop up, into their top tier. Raises OutOfMemory, with nothing begun, where its frames are not free."""
@@ -203,21 +203,6 @@ class Keeper:
         for cls, group in by_class.items():
             if self._make_room(below, cls, len(group), max(pool.span(page) for page in group)):
                 self._try_background(group, tier, below, urgent=True)
-
-    def _admission(self, tier: int) -> Callable[[Page], bool] | None:
-        """Which pages of a tier are worth storing in the one below; None for all."""
-        return self._is_worth_storing if tier == self._host else None
-
-    def _is_worth_storing(self, page: Page) -> bool:
-        """Whether the page, if it is read again, is sooner back from NVME than computed. Tensors, which cannot be computed, always are."""
-        pool = self.pool
-        cls = pool.cls(page)
-        recompute_ns = self.recompute_ns.get(cls)
-        if recompute_ns is None:
-            return True
-        size = pool.span(page) * pool.page_bytes(cls)
-        load_ns = self.links.estimate_ns((self._nvme, self._host), size)
-        return plan.admit(size, 0, load_ns, recompute_ns, 1.0)
 
     def _below(self, tier: int) -> int:
         """The tier that pages of this one are written to; -1 where there is none that takes any."""
@@ -362,7 +347,7 @@ class Keeper:
             if below < 0 or self.traffic.has_background((number, below)):
                 continue
             low = plan.watermarks(pool, number).low
-            pages = plan.write_back(pool, number, low, BATCH_BYTES, self._admission(number))
+            pages = plan.write_back(pool, number, low, BATCH_BYTES, self.prices.admission(number))
             if pages:
                 self._try_background(pages, number, below, urgent=False)
         if len(self.traffic):
