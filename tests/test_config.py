@@ -58,6 +58,9 @@ def test_tables_of_models_and_ops_come_from_the_file(tmp_path: Path) -> None:
     text = '[models.smol]\npath = "smollm2"\n[ops."tool.http"]\nhosts = ["a.example"]\n'
     settings = load_settings({}, {}, written(tmp_path, text))
     assert settings.config.models["smol"].path == "smollm2"
+    text = '[models.far]\nendpoint = "https://[::1]:8000/v1"\nendpoint_model = "big"\nconcurrency = 3\n'
+    far = load_settings({}, {}, written(tmp_path, text)).config.models["far"]
+    assert (far.endpoint, far.concurrency, far.tries) == ("https://[::1]:8000/v1", 3, 4)
     assert settings.config.ops == {"tool.http": {"hosts": ["a.example"]}}
     assert settings.origin("ops.tool.http").startswith("file")
 
@@ -79,7 +82,20 @@ def test_tables_of_models_and_ops_come_from_the_file(tmp_path: Path) -> None:
         ('[daemon]\nlog_level = "loud"', "daemon.log_level", "debug"),
         ('[daemon]\nadmin_gids = ["x"]', "daemon.admin_gids", "a list, each entry a whole number"),
         ("[ops.a]\nx = [nan]", "ops.a.x.0", "finite"),
-        ("[models.a]\ndtype = 'float32'", "models.a", "path"),
+        ("[models.a]\ndtype = 'float32'", "models.a.path", "a model needs a path"),
+        ('[models.a]\npath = "x"\nendpoint = "http://h/v1"', "models.a.endpoint", "not both"),
+        ('[models.a]\npath = "x"\ntries = 4', "models.a.tries", "does not go with a path"),
+        ('[models.a]\nendpoint = "http://h/v1"\nweights = "as_dtype"', "models.a.weights", "does not go with an endpoint"),
+        ('[models.a]\nendpoint = "http://h/v1"\nconcurrency = 0', "models.a", ">= 1"),
+        ('[models.a]\nendpoint = "ftp://h/v1"', "models.a.endpoint", "must be an http or https URL"),
+        ('[models.a]\nendpoint = "127.0.0.1:8000"', "models.a.endpoint", "must be an http or https URL"),
+        ('[models.a]\nendpoint = "http:///v1"', "models.a.endpoint", "must be an http or https URL"),
+        ('[models.a]\nendpoint = "http://h:99999"', "models.a.endpoint", "must be an http or https URL"),
+        ('[models.a]\nendpoint = "http://h/v1\\n"', "models.a.endpoint", "must be an http or https URL"),
+        ('[models.a]\nendpoint = "http://u:p@h/v1"', "models.a.endpoint", "api_key_file"),
+        ('[models.a]\nendpoint = "http://h/v1?x=1"', "models.a.endpoint", "without query"),
+        ('[models.a]\npath = "x"\ndtype = "bfloat16"\nkv_dtype = "float32"', "models.a.kv_dtype", "hold no more"),
+        ('[models.a]\npath = "x"\nweights = "int3"', "models.a", "int3"),
         ("[models]\na = 3", "models.a", "object"),
     ],
 )  # fmt: skip

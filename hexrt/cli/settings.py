@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from msgspec import inspect
 
 from hexrt import paths
-from hexrt.config import LIVE, Config
+from hexrt.config import LIVE, Config, Model
 from hexrt.errors import BadRequest
 from hexrt.workflow.fields import did_you_mean, quoted
 
@@ -25,6 +26,9 @@ DEFAULT = "default"
 SHORT = {"HEXRT_SOCKET": "daemon.socket", "HEXRT_STATE_DIR": "daemon.state_dir"}
 FREE_TABLES = frozenset({"models", "ops"})
 """Sections whose keys are names of the user's choice; only a file can fill them."""
+OF_PATH = ("dtype", "weights", "kv_dtype")
+OF_ENDPOINT = ("endpoint_model", "api_key_file", "concurrency", "connect_s", "idle_s", "tries")
+"""What [models.NAME] may say beside `path`, and what beside `endpoint`."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -50,7 +54,11 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: Pa
         section, _, name = key.partition(".")
         if section in FREE_TABLES:
             _check_finite(value, key, origin)
-            found.setdefault(section, {})[name] = _convert(fields[section].value_type.cls if section == "models" else dict[str, Any], value, key, origin)  # fmt: skip
+            is_model = section == "models"
+            converted = _convert(fields[section].value_type.cls if is_model else dict[str, Any], value, key, origin)
+            if is_model:
+                _check_model(converted, value, key, origin)
+            found.setdefault(section, {})[name] = converted
         else:
             found.setdefault(section, {})[name] = _convert_field(fields[section], name, value, key, origin)
         origins[key] = origin
@@ -169,6 +177,40 @@ def _convert(kind: Any, value: Any, key: str, origin: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{error} ({origin})".replace("$.", f"{key}."), key) from None
+
+
+def _check_model(model: Model, given: Iterable[str], key: str, origin: str) -> None:
+    """Raises BadRequest where a model is not of exactly one kind, or a field is of the other kind."""
+
+    def refuse(field: str, why: str) -> BadRequest:
+        return BadRequest(f"{why} ({origin})", f"{key}.{field}")
+
+    if model.path and model.endpoint:
+        raise refuse("endpoint", "a model has a path or an endpoint, not both")
+    if not model.path and not model.endpoint:
+        raise refuse("path", "a model needs a path (a folder or a .gguf file), or an endpoint")
+    kind, others = ("endpoint", OF_PATH) if model.endpoint else ("path", OF_ENDPOINT)
+    for field in others:
+        if field in given:
+            raise refuse(field, f"does not go with {'an endpoint' if kind == 'endpoint' else 'a path'}")
+    if model.endpoint and (why := _fault_of_url(model.endpoint)):
+        raise refuse("endpoint", f"{quoted(model.endpoint)}: {why}, such as http://127.0.0.1:8000/v1")
+    if model.kv_dtype == "float32" != model.dtype:
+        raise refuse("kv_dtype", f"float32 pages hold no more of a model that computes in {model.dtype}")
+
+
+def _fault_of_url(text: str) -> str:
+    """Why it is no address of an HTTP server; empty where it is one."""
+    try:
+        url: SplitResult = urlsplit(text)
+        _ = url.port  # raises where it is no number, or too great
+    except ValueError:
+        return "must be an http or https URL"
+    if url.scheme not in ("http", "https") or not url.hostname or any(c.isspace() for c in text):
+        return "must be an http or https URL"
+    if url.username is not None or url.password is not None:
+        return "must not hold a name or password (a key stands in api_key_file)"
+    return "must be a URL without query and fragment" if url.query or url.fragment else ""
 
 
 def _range(kind: inspect.Type) -> str:
