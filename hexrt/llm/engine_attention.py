@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hexrt.errors import Unavailable
+from hexrt.kernels.attention import Attend, PassTensors
 
 NAME = "hexrt_paged"
 GROUP_PAGES = 2048
@@ -99,6 +100,17 @@ class PassPlan:
     layers: list[int] = field(default_factory=list)  # as they were called
 
 
+@dataclass(slots=True)
+class PagedPass:
+    """What the model's attention is called with in a pass: the tensors of `llm.engine_pass`, and the kernel that reads them."""
+
+    arena: Tensor
+    tensors: PassTensors
+    attend: Attend
+    context_tokens: int  # a sliding window of at least this hides nothing
+    layers: list[int] = field(default_factory=list)  # as they were called
+
+
 def plan_pass(arena: Tensor, scratch: Scratch, rows: Sequence[Row], context_tokens: int) -> PassPlan:
     """The plan of a pass whose `rows` are ordered: those of one token by length first, then the others.
 
@@ -154,7 +166,7 @@ def _slice(arena: Tensor, row: Row, first: int, page: int) -> _Slice:
 
 def paged_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    hexrt_pages: PassPlan, scaling: float | None = None, sliding_window: int | None = None,
+    hexrt_pages: PassPlan | PagedPass, scaling: float | None = None, sliding_window: int | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Writes this pass's K and V into the pages and attends. query [1, heads, tokens, d], key and value [1, KV heads, tokens, d].
@@ -162,6 +174,19 @@ def paged_attention(
     Returns [1, tokens, heads, d]. Raises Unavailable, naming it, for a kind of attention that is not done here.
     """
     plan, layer = hexrt_pages, module.layer_idx
+    if isinstance(plan, PagedPass):
+        if attention_mask is not None:
+            raise Unavailable("it brings an attention mask of its own, which pages do not do")
+        queries = query[0].transpose(0, 1)
+        result = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        plan.attend(
+            queries, key[0].transpose(0, 1), value[0].transpose(0, 1), plan.arena, layer, plan.tensors,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=None if sliding_window is None or sliding_window >= plan.context_tokens else sliding_window,
+            softcap=softcap, sinks=s_aux, out=result,
+        )  # fmt: skip
+        plan.layers.append(layer)
+        return result[None], None
     _check_kind(plan, key, value, attention_mask, sliding_window, softcap, s_aux)
     pages = plan.arena[:, layer]
     pages[:, 0].index_put_((plan.frame_of, plan.offset_of), key[0].transpose(0, 1))
