@@ -5,7 +5,9 @@
 #include <stdint.h>
 
 #define HX_API __attribute__((visibility("default")))
+#ifndef HX_INLINE
 #define HX_INLINE static inline __attribute__((always_inline))
+#endif
 
 /* Work of thread `thread` of `threads`; how many there are is known here only, it may be fewer than were asked for. */
 typedef void (*hx_body)(void *argument, int thread, int threads);
