@@ -35,6 +35,7 @@ from hexrt.devices.body import Bodies
 from hexrt.devices.io import IoDevice
 from hexrt.errors import HexrtError
 from hexrt.events import Recovered
+from hexrt.llm.model_files import find_models
 from hexrt.ops.registry import load_ops
 from hexrt.ops.spec import OpSpec
 from hexrt.protocol.host import VERSION, Hello
@@ -120,11 +121,10 @@ class Daemon:
         return os.path.abspath(self.config.daemon.models_dir or self._directory / "models")
 
     def _models(self) -> Mapping[str, Model]:
-        """The models of the config; where it names none, every model folder of models_dir by its name."""
+        """The models of the config; where it names none, every model of models_dir, a GGUF file without its ending."""
         if self.config.models:
             return self.config.models
-        found = sorted(p.parent for p in Path(self._models_dir()).glob("*/model.safetensors") if (p.parent / "tokenizer.json").is_file())  # fmt: skip
-        return {folder.name: Model(folder.name) for folder in found}
+        return {name: Model(path.name) for name, path in find_models(Path(self._models_dir())).items()}
 
     def _model_path(self, path: str) -> str:
         return os.path.join(self._models_dir(), path)

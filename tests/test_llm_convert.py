@@ -10,26 +10,27 @@ import pytest
 
 np = pytest.importorskip("numpy")
 gguf = pytest.importorskip("gguf")
+torch = pytest.importorskip("torch")
 
 from hexrt.errors import BadRequest, HexrtError, NotFound, Unavailable  # noqa: E402
 from hexrt.llm.convert import (  # noqa: E402
     convert_gguf,
-    expected_names,
     file_digest,
     is_converted,
     main,
-    model_config,
-    unpermute,
-    weight_name,
 )
+from hexrt.llm.gguf_config import model_config  # noqa: E402
+from hexrt.llm.gguf_weights import tensor_names, unpermute, weight_names  # noqa: E402
 from tests.llm_support import model_folder  # noqa: E402
 
 WIDTH, HEADS, LAYERS, INNER = 32, 4, 2, 48
 TOKENS = ["<s>", "</s>", "a", "b", "ab", "\u0120"]
 
 
-def write_gguf(path: Path, leave_out: str = "", architecture: str = "llama", pre: str = "smollm", **extra: Any) -> None:
-    """A tiny Llama of made-up weights; `leave_out` names a tensor that is not written."""
+def write_gguf(
+    path: Path, leave_out: str = "", also: str = "", architecture: str = "llama", pre: str = "smollm", **extra: Any
+) -> None:
+    """A tiny Llama of made-up weights; `leave_out` names a tensor that is not written, `also` one more that is."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(WIDTH)
@@ -60,6 +61,8 @@ def write_gguf(path: Path, leave_out: str = "", architecture: str = "llama", pre
     for name, shape in shapes.items():
         if name != leave_out:
             writer.add_tensor(f"{name}.weight", chance.standard_normal(shape, dtype=np.float32) * 0.1)
+    if also:
+        writer.add_tensor(also, np.zeros(4, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -89,12 +92,12 @@ def test_a_folder_that_was_changed_is_made_again(tmp_path: Path) -> None:
 
 
 def test_query_and_key_rows_go_back_to_half_rotation_order() -> None:
-    rows = np.arange(8)[:, None]  # one head of eight rows
+    rows = torch.arange(8)[:, None]  # one head of eight rows
     interleaved = rows.reshape(2, 4, 1).swapaxes(0, 1).reshape(8, 1)  # as GGUF keeps them: 0, 4, 1, 5, ...
     assert interleaved[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert (unpermute(interleaved, 1) == rows).all()
-    two = np.concatenate([interleaved, interleaved + 8])
-    assert (unpermute(two, 2)[:, 0] == np.arange(16)).all()
+    two = torch.cat([interleaved, interleaved + 8])
+    assert (unpermute(two, 2)[:, 0] == torch.arange(16)).all()
 
 
 def test_the_converted_model_answers_as_it_should_and_tokenises_exactly() -> None:
@@ -158,9 +161,11 @@ def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path: Path, capsys:
 
 
 def test_an_unknown_tensor_or_dtype_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "tiny.gguf"
     for name in ("blk.2.attn_q.weight", "blk.0.attn_q.bias", "rope_freqs.weight", "blk.x.attn_q.weight"):
-        with pytest.raises(Unavailable, match=f"the tensor '{name}'"):
-            weight_name(name, 2)
+        write_gguf(source, also=name)
+        with pytest.raises(Unavailable, match=f"the tensor '{name}' is not one of this model"):
+            convert_gguf(source, tmp_path / "out")
     with pytest.raises(BadRequest, match="'int3' is none of float32"):
         convert_gguf(tmp_path / "a", tmp_path / "b", "int3")
     with pytest.raises(NotFound):
@@ -176,6 +181,11 @@ def test_heads_that_do_not_divide_the_width_are_a_fault_of_the_file() -> None:
         model_config(meta, set(), "float32")
 
 
-def test_a_tied_model_expects_no_head_of_its_own() -> None:
-    tied = expected_names({"num_hidden_layers": 1, "tie_word_embeddings": True})
-    assert expected_names({"num_hidden_layers": 1, "tie_word_embeddings": False}) - tied == {"lm_head.weight"}
+def test_a_tied_model_expects_no_head_of_its_own(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "tiny")
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    whole = weight_names(config | {"tie_word_embeddings": False})
+    assert whole.keys() - weight_names(config).keys() == {"lm_head.weight"}
+    assert tensor_names("llama", LAYERS, whole)["output.weight"] == "lm_head.weight"

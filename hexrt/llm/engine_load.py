@@ -1,50 +1,63 @@
-"""Weights, shape and end tokens of a model, from its folder.
+"""Weights, shape and end tokens of a model, from its folder or its GGUF file, and what is said of them.
 
-Owns nothing. Nothing is fetched and no code of a model is run.
+Owns nothing. Nothing is fetched, no code of a model is run and no pickle is read. Whatever keeps a model from being loaded is Unavailable,
+named by the model, without a path of this machine.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hexrt.errors import Unavailable
+from hexrt.errors import HexrtError, Unavailable
 from hexrt.llm.engine_attention import NAME, paged_attention
+from hexrt.llm.gguf_config import model_config
+from hexrt.llm.gguf_folder import is_gguf
+from hexrt.llm.gguf_header import GgufFault, Header, read_header
+from hexrt.llm.gguf_weights import state_dict, weight_names
+from hexrt.llm.model_files import read_config, weight_files
 from hexrt.llm.steps import ModelShape, model_shape
 
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-def read_shape(name: str, folder: Path) -> ModelShape:
+
+def read_shape(name: str, path: Path) -> ModelShape:
     try:
-        return model_shape(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return model_shape(read_config(path))
     except FileNotFoundError:
-        raise Unavailable(
-            f"the folder of the model {name!r} is missing or has no config.json", "params.model"
-        ) from None
+        what = "file" if is_gguf(path) else "folder"
+        missing = f"the {what} of the model {name!r} is missing" + ("" if is_gguf(path) else " or has no config.json")
+        raise Unavailable(missing, "params.model") from None
+    except GgufFault as error:
+        raise Unavailable(f"the file of the model {name!r} is no usable GGUF file: {error}", "params.model") from None
+    except HexrtError as error:
+        raise Unavailable(f"the model {name!r} cannot be loaded: {error.message}", "params.model") from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"the config.json of the model {name!r} cannot be read", "params.model") from error
 
 
-def load_weights(name: str, folder: Path, dtype: str) -> Any:
-    """The model, with our attention. Raises Unavailable where weights are missing or do not fit; nothing is fetched and no code is run."""
+def load_weights(name: str, path: Path, dtype: str) -> Any:
+    """The model, with our attention. Raises Unavailable where weights are missing or do not fit, or the model is of a kind that is not served."""
     from safetensors import SafetensorError
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
     from transformers.utils import logging
 
     quiet: Any = logging  # untyped
     quiet.disable_progress_bar()
     quiet.set_verbosity_error()
     AttentionInterface.register(NAME, paged_attention)
-    auto: Any = AutoModelForCausalLM  # its return type knows nothing of `output_loading_info`
     try:
-        model, report = auto.from_pretrained(
-            str(folder), dtype=getattr(torch, dtype), attn_implementation=NAME, local_files_only=True,
-            trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
-        text = str(error).replace(str(folder), "its folder").splitlines()[0] if str(error) else type(error).__name__
+        if is_gguf(path):
+            model, report = _of_gguf(path, dtype)
+        else:
+            model, report = _of_folder(path, dtype)
+    except HexrtError as error:
+        raise Unavailable(f"the model {name!r} cannot be loaded: {error.message}", "params.model") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, ImportError, MemoryError) as error:  # fmt: skip
+        text = str(error).replace(str(path), "its folder").splitlines()[0] if str(error) else type(error).__name__
         raise Unavailable(f"the model {name!r} cannot be loaded: {text}", "params.model") from error
     if lacking := sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}):
         raise Unavailable(
@@ -55,8 +68,84 @@ def load_weights(name: str, folder: Path, dtype: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
+def _of_folder(path: Path, dtype: str) -> tuple[Any, Mapping[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(path)
+    _check_kind(path, config)
+    auto: Any = AutoModelForCausalLM  # its return type knows nothing of `output_loading_info`
+    model, report = auto.from_pretrained(
+        str(path), dtype=getattr(torch, dtype), attn_implementation=NAME, local_files_only=True,
+        trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+    )  # fmt: skip
+    return model, report
+
+
+def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises Unavailable for what transformers would load, but is not served here or not safe to."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        raise Unavailable(f"it is an encoder-decoder ({kind}), and only decoders are served")
+    if kind not in CONFIG_MAPPING:
+        own = (
+            "needs code of its own, which is not run" if "auto_map" in config else "is not one that transformers knows"
+        )
+        raise Unavailable(f"its architecture {kind!r} {own}")
+    if (quantised := config.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise Unavailable(
+            f"its weights are quantised by {method!r}, which is not read: take the model as it was before"
+        )
+    if (path / "adapter_config.json").exists():
+        raise Unavailable("it is an adapter (adapter_config.json), not a model: merge it into its model")
+    if not weight_files(path):
+        pickled = [file.name for pattern in PICKLES for file in path.glob(pattern)]
+        if pickled:
+            raise Unavailable(
+                f"its weights are pickled ({min(pickled)}), which is never read: convert them to safetensors"
+            )
+        raise Unavailable("its folder holds no safetensors")
+
+
+def _of_gguf(path: Path, dtype: str) -> tuple[Any, Mapping[str, Any]]:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    header = _header(path)
+    settings = model_config(header.meta, {tensor.name for tensor in header.tensors}, dtype)
+    weights = state_dict(path, header, settings, weight_names(settings), dtype)
+    known: Any = AutoConfig
+    config = known.for_model(**settings)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=getattr(torch, dtype), attn_implementation=NAME,
+        output_loading_info=True,
+    )  # fmt: skip
+    return model, report
+
+
+def _header(path: Path) -> Header:
+    try:
+        return read_header(path)
+    except GgufFault as error:
+        raise Unavailable(f"its file is no usable GGUF file: {error}") from None
+
+
 def end_tokens(model: Any) -> frozenset[int]:
     """The ids that end an answer, as the model's generation config says, else its config."""
     found = getattr(model.generation_config, "eos_token_id", None)
     found = model.config.eos_token_id if found is None else found
     return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers, those that are tied counted once."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum({(t.data_ptr(), t.numel() * t.element_size()): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def describe(module: Any) -> dict[str, Any]:
+    """What people want to know of a model, as it was loaded."""
+    counted = {p.data_ptr(): p.numel() for p in module.parameters()}
+    return {"architecture": type(module).__name__, "parameters": sum(counted.values())}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hexrt.errors import BadRequest, HexrtError, TaskFailed, Unavailable
+from hexrt.llm.gguf_folder import folder_of
 from hexrt.llm.steps import check_numerics, check_room, model_shape, resolve_model
 from hexrt.ops.llm import ChatMessage, Continued
 from hexrt.ops.spec import StepContext
@@ -46,7 +47,8 @@ def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, 
         name = resolve_model(params.model, context.models)
         model = context.models[name]
         check_numerics(params.numerics, name, model["is_exact"])
-        vocabulary = load_vocabulary(Path(context.models_dir) / model["path"], name)
+        path = Path(context.models_dir) / model["path"]
+        vocabulary = load_vocabulary(folder_of(path, name, Path(context.state_dir)), name)
         ids = tokenise(vocabulary, name, params.raw, inputs)
         check_room(name, len(ids), vocabulary.context_tokens)
     except HexrtError as error:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from hexrt.brain.models import PAGE_TOKENS, ModelSource
@@ -20,6 +19,7 @@ from hexrt.config import Memory, Model
 from hexrt.core import DeviceKind
 from hexrt.devices.link import HostLink
 from hexrt.errors import HexrtError
+from hexrt.llm.model_files import about_weight_bytes, read_config
 from hexrt.llm.steps import model_shape
 from hexrt.memory.arena import create_host_arena, map_fd, read_only
 from hexrt.memory.frames import GRANULE
@@ -45,18 +45,23 @@ def keeper_of(memory: Memory, arenas_mib: Mapping[str, int]) -> Keeper:
     return keeper
 
 
-def model_source(folder: str, model: Model) -> ModelSource:
-    """A model of the config, with what its own config.json says of its pages and its context, so far as that can be read."""
+def model_source(path: str, model: Model) -> ModelSource:
+    """A model of the config, with what its own files say of its pages, its context and its weights, so far as they can be read."""
     source = ModelSource(
-        folder, model.dtype, weights=model.weights, kv_dtype=model.kv_dtype, endpoint=model.endpoint,
+        path, model.dtype, weights=model.weights, kv_dtype=model.kv_dtype, endpoint=model.endpoint,
         concurrency=model.concurrency,
     )  # fmt: skip
+    if model.endpoint:
+        return source
     try:
-        shape = model_shape(msgspec.json.decode(Path(folder, "config.json").read_bytes()))
-    except (OSError, msgspec.MsgspecError, HexrtError):
+        config = read_config(Path(path))
+        shape = model_shape(config)
+        weight_bytes = about_weight_bytes(Path(path), config, model.dtype, model.weights)
+    except (OSError, ValueError, HexrtError):  # its host will say why it cannot be served
         return source
     page_bytes = shape.page_bytes(model.kv_dtype or model.dtype, PAGE_TOKENS)
-    return replace(source, page_bytes=page_bytes + -page_bytes % GRANULE, context_tokens=shape.context_tokens)
+    page_bytes += -page_bytes % GRANULE
+    return replace(source, page_bytes=page_bytes, context_tokens=shape.context_tokens, weight_bytes=weight_bytes)
 
 
 class Arenas:

@@ -1,0 +1,103 @@
+"""The files of a model on disk: which there are, what they say of its shape and size, and whether they are still the same.
+
+Reads config.json and the beginning of GGUF files, never weights, and imports nothing that a daemon may not hold. A path is a folder with
+safetensors, or one .gguf file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hexrt.errors import Unavailable
+from hexrt.llm.gguf_config import model_config
+from hexrt.llm.gguf_folder import is_gguf
+from hexrt.llm.gguf_header import read_shape_meta
+from hexrt.llm.steps import DTYPE_BYTES
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+PACKED_BYTES = {"int8": 1.06, "int4": 0.65}
+"""Of a parameter, its scales included."""
+MAX_JSON_BYTES = 64 << 20
+
+
+def find_models(models_dir: Path) -> dict[str, Path]:
+    """Every model of the folder by its name: folders that hold weights and a tokeniser, and GGUF files, of which no folder has the name."""
+    try:
+        entries = sorted(models_dir.iterdir())
+    except OSError:
+        return {}
+    folders = {e.name: e for e in entries if (e / "tokenizer.json").is_file() and any((e / w).is_file() for w in (WHOLE, INDEX))}  # fmt: skip
+    files = {entry.stem: entry for entry in entries if is_gguf(entry) and entry.is_file()}
+    return dict(sorted((files | folders).items()))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json, or what the GGUF file says instead. Raises OSError, ValueError (msgspec's and GgufFault are such) or HexrtError."""
+    if is_gguf(path):
+        return model_config(read_shape_meta(path), (), "float32")
+    return msgspec.json.decode(_read(path / "config.json"), type=dict[str, Any])
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} has more than {MAX_JSON_BYTES} bytes")
+    return data
+
+
+def weight_files(path: Path) -> list[Path]:
+    """By name. Raises OSError or ValueError, and Unavailable where an index names a file that is not there or lies elsewhere."""
+    if is_gguf(path):
+        return [path]
+    index = path / INDEX
+    if not index.is_file():
+        return sorted(path.glob("*.safetensors"))
+    shards = msgspec.json.decode(_read(index), type=_Index).weight_map.values()
+    files = sorted({path / shard for shard in shards})
+    for file in files:
+        if file.parent != path:
+            raise Unavailable(f"its index names a file outside of its folder: {file.name!r}")
+        if not file.is_file():
+            raise Unavailable(f"the file {file.name!r} is missing, which its index names")
+    return files
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def about_weight_bytes(path: Path, config: Mapping[str, Any], dtype: str, weights: str) -> int:
+    """About what the weights take in memory: by the sizes of the files, or for a GGUF file, which is packed, by the model's shape."""
+    if is_gguf(path):
+        parameters = _about_parameters(config)
+    else:
+        stored = config.get("dtype") or config.get("torch_dtype")
+        parameters = sum(file.stat().st_size for file in weight_files(path)) // DTYPE_BYTES.get(str(stored), 2)
+    return int(parameters * PACKED_BYTES.get(weights, DTYPE_BYTES[dtype]))
+
+
+def _about_parameters(config: Mapping[str, Any]) -> int:
+    """Of a decoder with gated layers; norms and biases are left out."""
+    width, head = config["hidden_size"], config["head_dim"]
+    attention = 2 * width * head * (config["num_attention_heads"] + config["num_key_value_heads"])
+    layers = config["num_hidden_layers"] * (attention + 3 * width * config["intermediate_size"])
+    return int(layers + config["vocab_size"] * width)
+
+
+def model_digest(path: Path, *settings: str) -> str:
+    """Of the config and the names, sizes and times of the weights, and of how they are used. Raises as `weight_files`."""
+    digest = hashlib.blake2b(digest_size=16)
+    if not is_gguf(path):
+        digest.update(_read(path / "config.json"))
+    for file in weight_files(path):
+        facts = file.stat()
+        digest.update(f"\0{file.name}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())
+    digest.update("\0".join(("", *settings)).encode())
+    return digest.hexdigest()
