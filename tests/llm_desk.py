@@ -60,12 +60,13 @@ class Desk:
         self.engine = Engine("m", "cpu:0", self.keeper, PAGE_BYTES, **given)
         self.keeper.when_freed.append(self.engine.frames_freed)
         self.commands = itertools.count(1)
+        self.now_ns = 0
         self.devices = {name: FakeDevice(self.commands) for name in ("cpu:0", "disk:0")}
         self.copies: list[tuple[str, Copy]] = []  # on their way, oldest first
 
     def decide(self) -> list[ToHost]:
         """What goes to the device but for copies, which stay in `copies` until they are answered."""
-        sent = self.engine.decide(0, lambda: next(self.commands))
+        sent = self.engine.decide(self.now_ns, lambda: next(self.commands))
         copies: dict[str, list[Any]] = {}
         self.keeper.decide(0, self.devices, copies)
         self.copies += [(name, copy) for name, messages in copies.items() for copy in messages]

@@ -59,12 +59,15 @@ def test_whatever_comes_each_answer_is_whole_and_every_frame_returns(
         if len(lengths) < 12 and chance.random() < 0.3:
             prompt, answer = chance.randint(1, 20), chance.choice([0, 1, 3, 12])
             parent = chance.choice(sorted(lengths)) if lengths and chance.random() < 0.5 else None
-            desk.engine.add(ask(len(lengths), prompt, answer, parent=parent, retain=chance.random() < 0.4), 0)
+            more = {"priority": chance.choice([0, 0, 3]), "root": chance.choice([b"", b"one"])}
+            desk.engine.add(ask(len(lengths), prompt, answer, parent=parent, retain=chance.random() < 0.4, **more), 0)
             lengths[len(lengths)] = prompt, answer
         if lengths and chance.random() < 0.03:
             victim = chance.choice(sorted(lengths))
             cancelled.add(victim)
             desk.engine.cancel(victim)
+        if lengths and chance.random() < 0.1:
+            desk.engine.preempt(chance.choice(sorted(lengths)))
         for message in desk.decide():
             if isinstance(message, Chunk):
                 queue.append(message)
@@ -95,4 +98,5 @@ def test_whatever_comes_each_answer_is_whole_and_every_frame_returns(
         assert [o.first for o in emitted] == list(itertools.accumulate([0, *(len(o.ids) for o in emitted)]))[:-1]
         assert [token for o in emitted for token in o.ids] == expected
         assert isinstance(outcomes[key][-1], Ended if answer else Prefilled)
+    desk.engine.pages.prefixes.clear()
     assert desk.engine.statistics().frames_free == frames

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hexrt.llm.batch import Emitted, Ended, Outcome, Prefilled, SequenceRequest
+from hexrt.llm.sequence import Need
 from hexrt.protocol.host import (
     NVME,
     BindPages,
@@ -145,7 +146,10 @@ class Play:
         chance, key = self.chance, len(self.asked)
         prompt, answer = chance.randint(1, 28), chance.choice([0, 1, 3, 12])
         parent = chance.randrange(key) if key and chance.random() < 0.7 else None
-        request = ask(key, prompt, answer, parent=parent, retain=chance.random() < 0.7)
+        request = ask(
+            key, prompt, answer, parent=parent, retain=chance.random() < 0.7, priority=chance.choice([0, 0, 0, 1, 5]),
+            root=chance.choice([b"", b"one", b"one", b"other"]),
+        )  # fmt: skip
         if parent is not None and chance.random() < 0.6:  # a conversation that goes on
             before = self.asked[parent]
             said = before.ids + answer_to(len(before.ids), before.sampling.max_tokens if before.sampling else 0)
@@ -186,7 +190,11 @@ class Play:
             self.cancelled.add(victim := chance.choice(sorted(self.asked)))
             desk.engine.cancel(victim)
         if self.asked and chance.random() < 0.1:
-            desk.engine.will_be_read(chance.choice(sorted(self.asked)), chance.choice([1, 2, 9]))
+            need = Need(chance.choice([1, 2, 9]), desk.now_ns + chance.choice([0.0, 1e6, 1e12]), 40)
+            desk.engine.will_be_read(chance.choice(sorted(self.asked)), need)
+        if self.asked and chance.random() < 0.1:
+            desk.engine.preempt(chance.choice(sorted(self.asked)))
+        desk.now_ns += 1
         if chance.random() < self.death_rate:
             self._lose(chance.choice(["cpu:0", "disk:0"]))
         desk.keeper.freed()
@@ -235,6 +243,7 @@ def test_a_page_reads_as_it_was_written_whatever_moved_between(
     play.check()
     keeper = play.desk.keeper
     keeper.check_integrity()
+    play.desk.engine.pages.prefixes.clear()
     assert play.desk.engine.statistics().frames_free == frames
 
 
@@ -245,4 +254,5 @@ def test_histories_with_deaths_and_faults_read_what_was_written(seed: int) -> No
     play.run()
     play.check()
     play.desk.keeper.check_integrity()
+    play.desk.engine.pages.prefixes.clear()
     assert play.desk.engine.statistics().frames_free == play.desk.engine.pages.capacity

@@ -2,43 +2,32 @@
 
 Owns the state of one model on one device: the sequences, their pages (`llm.pages`) and the chunks that are with the host, at most
 one running and one queued. The daemon calls it, carries `decide`'s messages to the host and hands the reports back in. Admission takes
-all pages that a sequence can come to need, or none, so that an admitted sequence always ends. Batching at chunks follows Orca (Yu et al.,
+all pages that a sequence can come to need, or none, so that an admitted sequence always ends; a more urgent one may have less urgent ones stopped
+at the end of a chunk, which go on later from what is left of their pages. Batching at chunks follows Orca (Yu et al.,
 OSDI 2022) and mixes prompt slices with decoding under a token budget as Sarathi-Serve does (Agrawal et al., OSDI 2024). Pure.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 
 from hexrt.core import SequenceId
-from hexrt.errors import BadRequest, ErrorRecord, InvariantViolation, OutOfMemory
-from hexrt.llm.chunk import compose, row_of
-from hexrt.llm.outcome import Emitted, Ended, EngineStatistics, Outcome, Prefilled, Refused
+from hexrt.errors import ErrorRecord, InvariantViolation
+from hexrt.llm.admission import LOOKAHEAD, PATIENCE, WAITS, Admission
+from hexrt.llm.chunk import compose, count_passed_over
+from hexrt.llm.flights import Flights
+from hexrt.llm.holds import Holds
+from hexrt.llm.outcome import Counters, Emitted, Ended, EngineStatistics, Outcome, Prefilled, Refused
 from hexrt.llm.pages import SequencePages, Took
-from hexrt.llm.sequence import Flight, SequenceRequest, Share, Stage, State
+from hexrt.llm.progress import is_prefilled, progress
+from hexrt.llm.sequence import Need, SequenceRequest, Share, Stage, State
 from hexrt.memory.keeper import Keeper
 from hexrt.memory.pool import Page
-from hexrt.protocol.host import BindPages, Cancel, Chunk, Chunked, Release, ToHost, Token
+from hexrt.protocol.host import BindPages, Cancel, Chunked, Release, ToHost, Token
 
 __all__ = ["Emitted", "Ended", "Engine", "EngineStatistics", "Outcome", "Prefilled", "Refused", "SequenceRequest"]
 
-PATIENCE = 16
-"""How often later requests may be admitted before a waiting one; then nobody passes it any more."""
-LOOKAHEAD = 16
-"""How many waiting requests that do not fit are looked past at a time."""
-ERROR = "error: "
-
-
-@dataclass(slots=True)
-class _Counters:
-    prompt_tokens: int = 0
-    shared_tokens: int = 0
-    answer_tokens: int = 0
-    chunks: int = 0
-    recalled_chunks: int = 0
-    dropped_sequences: int = 0
+UNENDED = frozenset({Stage.WAITING, Stage.LOADING, Stage.LIVE, Stage.PARKED})
 
 
 class Engine:
@@ -55,13 +44,16 @@ class Engine:
         self.token_budget = token_budget
         self.passes = passes
         self.pages = SequencePages(keeper, keeper.page_class(device, page_bytes), device, page_tokens, self._arrived)
+        self._admission = Admission(self.pages)
         self._sequences: dict[Hashable, State] = {}
         self._leaving: set[State] = set()  # ended or cancelled, yet named by a chunk on its way
-        self._flights: deque[Flight] = deque()
+        self._holds = Holds(self.pages)
+        self._flights = Flights(model, token_budget)
         self._outbox: list[ToHost] = []
-        self._counters = _Counters()
+        self._counters = Counters()
         self._numbers = 0
         self._admission_due = False
+        self._now_ns = 0
 
     # --- what the daemon asks for -----------------------------------------------------------------------------------
 
@@ -69,23 +61,7 @@ class Engine:
         """Queues a request. Raises BadRequest or OutOfMemory, with nothing changed, where it can never run here."""
         if request.key in self._sequences:
             raise InvariantViolation(f"the sequence {request.key!r} was added twice")
-        prompt = len(request.ids)
-        if not prompt:
-            raise BadRequest("the prompt is empty", "prompt")
-        if prompt >= self.context_tokens:
-            raise BadRequest(
-                f"the prompt has {prompt} tokens; with an answer it must fit the {self.context_tokens} of "
-                f"{self.model!r}: shorten it to at most {self.context_tokens - 1}",
-                "prompt",
-            )
-        limit = min(request.sampling.max_tokens, self.context_tokens - prompt) if request.sampling else 0
-        pages = self.pages.pages_of(prompt + max(limit, len(request.answered)))
-        if pages > self.pages.capacity:
-            raise OutOfMemory(
-                f"prompt and answer need {pages} pages of {self.pages.page_tokens} tokens, and the device has "
-                f"{self.pages.capacity}: lower max_tokens or shorten the prompt",
-                "max_tokens",
-            )
+        limit, pages = self._admission.size(request, self.model, self.context_tokens)
         self._numbers += 1
         self._sequences[request.key] = State(request, SequenceId(self._numbers), limit, pages, now_ns)
         self._admission_due = True
@@ -109,18 +85,19 @@ class Engine:
         if state.stage is Stage.RETAINED:
             self._forget(state)
 
+    def preempt(self, key: Hashable) -> None:
+        """Stops a live sequence at the end of the chunk that names it; it goes on by itself when it gets its pages again. Others are left as they are."""
+        state = self._sequences.get(key)
+        if state is not None and state.stage is Stage.LIVE:
+            self._stop(state)
+
     def device_lost(self) -> list[Hashable]:
         """Forgets all but retained sequences whose pages lie elsewhere too; the keeper knows of the loss already.
 
         Returns the keys of the sequences that had not ended, to be added again with what they `answered`.
         """
-        lost = [
-            s.request.key for s in self._sequences.values() if s.stage in (Stage.WAITING, Stage.LOADING, Stage.LIVE)
-        ]
-        for flight in self._flights:
-            for share in flight.shares:
-                share.state.in_flight = 0
-        self._flights.clear()
+        lost = [s.request.key for s in self._sequences.values() if s.stage in UNENDED]
+        self._flights.lose()
         for state in [*self._sequences.values(), *self._leaving]:
             if state.stage is Stage.ENDED:
                 self._settle(state)
@@ -135,47 +112,39 @@ class Engine:
 
     def decide(self, now_ns: int, next_command: Callable[[], int]) -> list[ToHost]:
         """Messages for the host, to be sent in this order; none where both places are taken or nothing is to do."""
+        self._now_ns = now_ns
+        self._admission_due |= self._holds.expire(now_ns)
         messages, self._outbox = self._outbox, []
         if self._admission_due:
             self._admission_due = False
             self._admit(messages)
-        if (queued := self._recallable()) is not None:
+        live = self._live()
+        if (queued := self._flights.recallable(live)) is not None:
             queued.recalled = True
             messages.append(Cancel(queued.command))
-        while len(self._flights) < 2 and not any(flight.recalled for flight in self._flights):
-            shares, passes = compose(self._live(), self.token_budget, self.passes)
+        while self._flights.has_place:
+            shares, passes = compose(live, self.token_budget, self.passes)
             if not shares:
                 break
-            messages.append(self._depart(Flight(next_command(), passes, shares)))
+            count_passed_over(live, shares)
+            messages.append(self._flights.send(next_command(), passes, shares))
+            self._counters.chunks += 1
         return messages
 
-    def _live(self) -> Iterator[State]:
-        return (s for s in self._sequences.values() if s.stage is Stage.LIVE)
-
-    def _recallable(self) -> Flight | None:
-        """The queued chunk, where a prompt that no chunk carries yet would fit into its place."""
-        if len(self._flights) < 2 or self._flights[1].recalled:
-            return None
-        queued = self._flights[1]
-        late = any(not s.in_flight and s.unplanned for s in self._live())
-        return queued if late and queued.prompt_tokens < self.token_budget else None
-
-    def _depart(self, flight: Flight) -> Chunk:
-        """Counts the chunk as sent and writes its message."""
-        rows = tuple(row_of(share) for share in flight.shares)
-        for share in flight.shares:
-            share.state.depart(share)
-        self._flights.append(flight)
-        self._counters.chunks += 1
-        return Chunk(flight.command, self.model, flight.passes, rows)
+    def _live(self) -> list[State]:
+        """Those that chunks may name: the most urgent first, else in order of admission; nobody is passed over for ever."""
+        live = [s for s in self._sequences.values() if s.stage is Stage.LIVE and not s.stopping]
+        live.sort(key=lambda s: (s.passed_over < PATIENCE, -s.request.priority))
+        return live
 
     # --- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self, messages: list[ToHost]) -> None:
-        waiting = [s for s in self._sequences.values() if s.stage is Stage.WAITING]
-        waiting.sort(key=lambda s: (s.overtaken < PATIENCE, -s.request.priority, s.number))
+        waiting = self._admission.order(self._sequences.values())
         refused = 0
         for state in waiting:
+            if self._admission.awaits(state):
+                continue
             took = self._take(state)
             if took is not Took.NOTHING:
                 del self._sequences[state.request.key]  # goes to the end: live sequences stand in order of admission
@@ -184,27 +153,52 @@ class Engine:
                 if took is Took.PAGES:
                     messages.append(self._begin(state))
                 for other in waiting:
-                    other.overtaken += other.stage is Stage.WAITING and other.number < state.number
+                    other.overtaken += other.stage in WAITS and other.number < state.number
             else:
                 refused += 1
-                if state.overtaken >= PATIENCE or refused > LOOKAHEAD:
+                for other in self._admission.stopped_for(state, self._sequences.values()):
+                    self._stop(other)
+                if (
+                    state.overtaken >= PATIENCE
+                    or refused > LOOKAHEAD
+                    or self._admission.is_making_way(state, self._sequences.values())
+                ):
                     return
 
     def _take(self, state: State) -> Took:
-        """Takes all pages of a sequence, those that its parent shares first."""
+        """Takes all pages of a sequence, those that it shares first."""
         parent = self._sequences.get(state.request.parent) if state.request.parent is not None else None
         if parent is not None and parent.stage not in (Stage.ENDED, Stage.RETAINED):
             parent = None
         if parent is not None and parent.stage is Stage.RETAINED:
             self.pages.touch(parent)
         took = self.pages.take(state, parent)
+        if took is not Took.NOTHING and parent is not None:
+            self._holds.end(parent)
         if self.pages.discarded():
             self._trim()
         return took
 
+    # --- stopping ---------------------------------------------------------------------------------------------------
+
+    def _stop(self, state: State) -> None:
+        if not state.stopping:
+            state.stopping = True
+            self._settle(state)
+
+    def _park(self, state: State) -> None:
+        """No chunk names the sequence any more: what it has computed may move, or go."""
+        self._outbox.append(Release(self.model, state.number))
+        self._admission.settle(state)
+        self.pages.let_go(state)
+        state.stage, state.stopping = Stage.PARKED, False
+        self._counters.preemptions += 1
+        self._admission_due = True
+
     def _begin(self, state: State) -> BindPages:
         """All pages of the sequence can be used: the next chunk may name it."""
         state.stage = Stage.LIVE
+        self._admission.promise(state)
         self._counters.shared_tokens += state.planned
         return BindPages(
             self.model, state.number, 0, self.pages.frames(state.number), self.pages.tables.version(state.number)
@@ -217,21 +211,31 @@ class Engine:
         else:
             self.pages.give_back(state)
             state.stage = Stage.WAITING
-            state.planned = state.computed = 0
+            state.begin_again(0)
             self._admission_due = True
 
     def _trim(self) -> None:
-        """Cuts retained sequences whose pages were given up."""
-        for state in [s for s in self._sequences.values() if s.stage is Stage.RETAINED]:
-            if not self.pages.trim(state):
+        """Cuts parked and retained sequences whose pages were given up."""
+        for state in [s for s in self._sequences.values() if s.stage in (Stage.PARKED, Stage.RETAINED)]:
+            if not self.pages.trim(state) and state.stage is Stage.RETAINED:
                 self._counters.dropped_sequences += 1
                 self._forget(state)
 
-    def will_be_read(self, key: Hashable, steps: int) -> None:
-        """So many steps from now a retained sequence is gone on from; unknown keys are ignored."""
+    def will_be_read(self, key: Hashable, need: Need) -> None:
+        """A sequence that has ended is gone on from; unknown keys are ignored."""
         state = self._sequences.get(key)
-        if state is not None and state.stage is Stage.RETAINED:
-            self.pages.will_be_read(state, steps)
+        if state is not None and state.stage in (Stage.ENDED, Stage.RETAINED):
+            state.need = need
+            if state.stage is Stage.RETAINED:
+                self._holds.settle(state, self._now_ns, self._others_wait)
+
+    @property
+    def _others_wait(self) -> bool:
+        return any(s.stage in WAITS for s in self._sequences.values())
+
+    def holds_until_ns(self) -> int:
+        """When `decide` is to be called at the latest, to end a hold; 0 where there is none."""
+        return self._holds.until_ns()
 
     def frames_freed(self) -> None:
         """Sequences that wait for room, or for pages, may try again."""
@@ -241,9 +245,10 @@ class Engine:
 
     def chunked(self, report: Chunked, now_ns: int) -> list[Outcome]:
         """Takes in a chunk's report; returns what happened to its sequences, in order. A report on another engine's chunk is ignored."""
-        flight = self._land(report.command)
+        flight = self._flights.land(report.command)
         if flight is None:
             return []
+        self._now_ns = now_ns
         gained = {token.sequence: token for token in report.tokens}
         outcomes: list[Outcome] = []
         for share in flight.shares:
@@ -256,7 +261,7 @@ class Engine:
 
     def chunk_failed(self, command: int, error: ErrorRecord) -> list[Outcome]:
         """The host refused or lost a whole chunk: one that was recalled is planned anew, of any other each sequence fails."""
-        flight = self._land(command)
+        flight = self._flights.land(command)
         if flight is None:
             return []
         recalled = flight.recalled and error.kind == "cancelled"
@@ -274,38 +279,23 @@ class Engine:
             self._settle(state)
         return outcomes
 
-    def _land(self, command: int) -> Flight | None:
-        for flight in self._flights:
-            if flight.command == command:
-                self._flights.remove(flight)
-                return flight
-        return None
-
-    def _progress(self, share: Share, token: Token | None, report: Chunked) -> Iterator[Outcome]:
-        state, key = share.state, share.state.request.key
-        state.prefill_start_ns = state.prefill_start_ns or report.start_ns
-        state.computed += share.prompt
+    def _progress(self, share: Share, token: Token | None, report: Chunked) -> list[Outcome]:
+        state = share.state
+        outcomes = progress(share, token, report)
         self._counters.prompt_tokens += share.prompt
-        ids, text, finish = (token.ids, token.text, token.finish) if token is not None else ((), "", "")
-        if not finish and len(ids) != share.gain:
-            finish = f"{ERROR}the host gave {len(ids)} tokens where {share.gain} were due"
-        if finish.startswith(ERROR):
-            yield Refused(key, ErrorRecord("task_failed", finish[len(ERROR) :]))
-            self._end(state, retain=False)
-            return
-        if not state.prefill_end_ns and (finish or state.computed == len(state.material)):
-            state.prefill_end_ns = report.end_ns
-            yield Prefilled(key, state.prefill_start_ns, report.end_ns, state.pages_loaded)
-        if ids or text:
-            yield Emitted(key, len(state.answer), ids, text)
-            state.answer += ids
-            state.texts.append(text)
-            self._counters.answer_tokens += len(ids)
-        if finish:
-            answer = tuple(state.answer)
-            yield Ended(key, finish, answer, "".join(state.texts), state.prefill_end_ns, report.end_ns)
-        if finish or (state.prefill_end_ns and state.request.sampling is None):
-            self._end(state, state.retain)
+        self._counters.answer_tokens += sum(len(o.ids) for o in outcomes if isinstance(o, Emitted))
+        last = outcomes[-1] if outcomes else None
+        if not isinstance(last, Refused):
+            self._publish(state)
+        if isinstance(last, Refused | Ended) or is_prefilled(state):
+            self._end(state, state.retain and not isinstance(last, Refused))
+        return outcomes
+
+    def _publish(self, state: State) -> None:
+        before = state.published
+        if self.pages.publish(state):
+            self._admission.published(state, before)
+            self._admission_due = True
 
     # --- the end of a sequence --------------------------------------------------------------------------------------
 
@@ -313,6 +303,7 @@ class Engine:
         """No chunk will name the sequence any more; what it holds stays until those on their way are back."""
         if state.stage is Stage.LIVE:
             self._outbox.append(Release(self.model, state.number))
+            self._admission.settle(state)
         state.stage, state.retain = Stage.ENDED, retain
         if not retain:
             del self._sequences[state.request.key]
@@ -320,12 +311,17 @@ class Engine:
         self._settle(state)
 
     def _settle(self, state: State) -> None:
-        """Gives back what an ended sequence does not need, once no chunk names it."""
-        if state.stage is not Stage.ENDED or state.in_flight:
+        """Gives back what a sequence that has ended or is to stop does not need, once no chunk names it."""
+        if state.in_flight:
+            return
+        if state.stage is Stage.LIVE and state.stopping:
+            self._park(state)
+        if state.stage is not Stage.ENDED:
             return
         if state.retain:
-            self.pages.retain(state)
+            self.pages.let_go(state)
             state.stage = Stage.RETAINED
+            self._holds.settle(state, self._now_ns, self._others_wait)
             self._admission_due = True
         else:
             self._forget(state)
@@ -334,6 +330,8 @@ class Engine:
         if self._sequences.get(state.request.key) is state:
             del self._sequences[state.request.key]
         self._leaving.discard(state)
+        self._holds.end(state)
+        self._admission.settle(state)
         self.pages.give_back(state)
         state.stage = Stage.GONE
         self._admission_due = True
@@ -343,7 +341,7 @@ class Engine:
     def holders(self, key: Hashable) -> tuple[int, list[tuple[Hashable, int]]] | None:
         """How many pages a sequence waits for, and who holds the most of them; None for one that does not wait."""
         state = self._sequences.get(key)
-        if state is None or state.stage is not Stage.WAITING:
+        if state is None or state.stage not in WAITS:
             return None
         held = [(s.request.key, s.pages) for s in self._sequences.values() if s.stage in (Stage.LIVE, Stage.LOADING)]
         return state.pages, sorted(held, key=lambda entry: -entry[1])
@@ -376,10 +374,10 @@ class Engine:
         stages = [s.stage for s in self._sequences.values()]
         pages, counters = self.pages, self._counters
         return EngineStatistics(
-            stages.count(Stage.WAITING), stages.count(Stage.LOADING), stages.count(Stage.LIVE), stages.count(Stage.RETAINED),
-            pages.capacity, pages.pool.room(pages.cls),
+            stages.count(Stage.WAITING), stages.count(Stage.LOADING), stages.count(Stage.LIVE), stages.count(Stage.PARKED),
+            stages.count(Stage.RETAINED), pages.capacity, pages.pool.room(pages.cls), len(pages.prefixes),
             counters.prompt_tokens, counters.shared_tokens, counters.answer_tokens, counters.chunks,
-            counters.recalled_chunks, counters.dropped_sequences,
+            counters.recalled_chunks, counters.dropped_sequences, counters.preemptions, self._holds.count,
         )  # fmt: skip
 
     def check_integrity(self) -> None:

@@ -11,7 +11,7 @@ from hexrt.protocol.host import ChunkSequence
 
 
 def compose(live: Iterable[State], token_budget: int, most_passes: int) -> tuple[list[Share], int]:
-    """Prompt slices in order of admission as far as the budget goes, and every sequence that decodes; and the number of passes."""
+    """Prompt slices in the order of `live` as far as the budget goes, and every sequence that decodes; and the number of passes."""
     budget, backlog = token_budget, False
     slices: list[tuple[State, int]] = []
     for state in live:
@@ -42,5 +42,16 @@ def row_of(share: Share) -> ChunkSequence:
         state.material[share.position : end],
         last,
         sampling if share.introduces else None,
-        request.answered if share.introduces else (),
+        state.material[len(request.ids) :] if share.introduces else (),
+        request.ids if share.introduces and sampling is not None and sampling.repetition_penalty != 1 else (),
     )
+
+
+def count_passed_over(live: Iterable[State], shares: Iterable[Share]) -> None:
+    """Remembers whose prompt got no budget in a chunk that is sent: nobody is passed over for ever."""
+    took = {share.state for share in shares if share.prompt}
+    for state in live:
+        if state in took:
+            state.passed_over = 0
+        elif state.unplanned:
+            state.passed_over += 1

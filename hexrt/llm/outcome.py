@@ -7,6 +7,7 @@ without sampling ends with Prefilled. A cancelled one has no further outcome. Pu
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -58,16 +59,33 @@ class Refused(msgspec.Struct, frozen=True):
 Outcome = Prefilled | Emitted | Ended | Refused
 
 
+@dataclass(slots=True)
+class Counters:
+    """What an engine has done so far; `EngineStatistics` says what each means."""
+
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    answer_tokens: int = 0
+    chunks: int = 0
+    recalled_chunks: int = 0
+    dropped_sequences: int = 0
+    preemptions: int = 0
+
+
 class EngineStatistics(msgspec.Struct, frozen=True):
     waiting: int
     loading: int  # their pages are on their way
     live: int
+    parked: int  # stopped for more urgent ones
     retained: int
     frames: int  # that the device could have for this model's pages
     frames_free: int
+    known_pages: int  # by the tokens that they hold: for whoever has the same beginning
     prompt_tokens: int  # prefilled
     shared_tokens: int  # taken over from a parent's pages instead
     answer_tokens: int
     chunks: int
     recalled_chunks: int
     dropped_sequences: int  # retained ones that gave way
+    preemptions: int
+    holds: int  # retained ones whose pages were pinned while a step ran

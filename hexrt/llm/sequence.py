@@ -8,11 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import msgspec
 
-from hexrt.core import SequenceId
+from hexrt.core import SequenceId, TokenLogprob
+from hexrt.llm.prefix import next_key
 from hexrt.protocol.host import Sampling
 
 
@@ -20,6 +20,7 @@ class Stage(enum.Enum):
     WAITING = "waiting"  # holds nothing
     LOADING = "loading"  # holds all its pages, some of which are on their way; no chunk names it
     LIVE = "live"  # holds all its pages; chunks name it
+    PARKED = "parked"  # stopped for a more urgent one: holds the pages of what it has computed, which may move or be given up
     ENDED = "ended"  # no new chunk names it, one on its way may
     RETAINED = "retained"  # holds the pages of what it has computed, until released or dropped
     GONE = "gone"
@@ -28,8 +29,9 @@ class Stage(enum.Enum):
 class SequenceRequest(msgspec.Struct, frozen=True):
     """`ids` is the whole prompt. Without `sampling` the prompt is only prefilled.
 
-    `answered` are answer ids from before a restart, `answered_text` the text that was given out with them. `parent` is the key of a
-    retained sequence whose ids these begin with: its full pages are shared where they are still there.
+    `answered` are answer ids from before a restart, `answered_text` and `answered_logprobs` what was given out with them. `parent` is the key of
+    a retained sequence whose ids these begin with: its full pages are shared where they are still there. `root` begins the chain of prefix keys
+    (`llm.prefix`); empty where pages are shared with nobody else.
     """
 
     key: Hashable
@@ -40,11 +42,21 @@ class SequenceRequest(msgspec.Struct, frozen=True):
     retain: bool = False
     priority: int = 0
     answered_text: str = ""
+    answered_logprobs: tuple[TokenLogprob, ...] = ()
+    root: bytes = b""
+
+
+class Need(msgspec.Struct, frozen=True):
+    """When a sequence that has ended is gone on from: in so many steps, at about that time. `most_hold_ns`: how long its pages may be pinned till then."""
+
+    steps: int
+    at_ns: float
+    most_hold_ns: int
 
 
 @dataclass(eq=False, slots=True)
 class State:
-    """`material` is what must be in the pages before the first draw: the prompt and what was answered before.
+    """`material` is what must be in the pages before the next draw after it was admitted: the prompt and what was answered before.
 
     material   [ computed ........ | planned: in a chunk on its way ... | unplanned ]
     answer     [ answer: reported  | drawn: in a chunk on its way ..... | undrawn   ] limit
@@ -63,8 +75,13 @@ class State:
     computed: int = 0
     drawn: int = 0
     in_flight: int = 0
-    used: int = 0
+    stopping: bool = False  # it is parked once no chunk names it
+    progressed: bool = False  # a chunk of it came back since it was admitted
+    passed_over: int = 0  # chunks in a row that had no budget left for its prompt
     pinned: bool = False  # its pages are
+    need: Need | None = None
+    held_until_ns: int = 0  # of a retained one: how long its pages stay pinned
+    lacks: int = 0  # pages that were not to be had when it was last to be admitted
     awaited: int = 0  # moves of its pages that are on their way
     missing: int = 0  # pages that did not arrive
     lifts: int = 0  # how often its parent's pages were fetched from NVME for it
@@ -74,13 +91,41 @@ class State:
     material: tuple[int, ...] = ()
     answer: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)  # keys of its full pages, as far as they were needed
+    published: int = 0  # so many of its first pages are known to others by their keys
 
     def __post_init__(self) -> None:
-        self.retain = self.request.retain
-        self.material = self.request.ids + self.request.answered
-        self.answer = list(self.request.answered)
-        self.texts = [self.request.answered_text]
+        request = self.request
+        self.retain = request.retain
+        self.answer = list(request.answered)
+        self.texts = [request.answered_text]
+        self.logprobs = list(request.answered_logprobs)
+        self.begin_again(0)
+
+    def begin_again(self, computed: int) -> None:
+        """From the pages of its first `computed` tokens, as the host will be told of it anew."""
+        self.material = (*self.request.ids, *self.answer)
+        self.planned = self.computed = computed
         self.drawn = len(self.answer)
+        self.introduced = self.stopping = self.progressed = False
+        self.passed_over = 0
+
+    def keys(self, pages: int, page_tokens: int) -> Sequence[bytes]:
+        """The prefix keys of its first `pages` pages, all of which prompt and answer must fill; none without a root."""
+        if not self.request.root:
+            return ()
+        while len(self.chain) < pages:
+            parent = self.chain[-1] if self.chain else self.request.root
+            start = len(self.chain) * page_tokens
+            self.chain.append(next_key(parent, self._tokens(start, start + page_tokens)))
+        return self.chain[:pages]
+
+    def _tokens(self, start: int, end: int) -> Sequence[int]:
+        prompt = self.request.ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        return (*prompt[start:], *self.answer[max(0, start - len(prompt)) : end - len(prompt)])
 
     @property
     def unplanned(self) -> int:
@@ -99,9 +144,10 @@ class State:
 
     def common(self, material: Sequence[int]) -> int:
         """How many leading tokens of `material` lie in these pages, short of its last one, which must be computed to draw from it."""
-        own = (*self.request.ids, *self.answer)[: self.valid]
-        pairs = zip(own, material[:-1], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        own = (*self.request.ids, *self.answer)[: min(self.valid, len(material) - 1)]
+        if own == tuple(material[: len(own)]):
+            return len(own)
+        return next(i for i, (mine, other) in enumerate(zip(own, material, strict=False)) if mine != other)
 
     def depart(self, share: Share) -> None:
         self.planned += share.prompt
