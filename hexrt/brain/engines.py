@@ -7,13 +7,14 @@ share; what the engine reports is turned into events here. A sequence is named b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from hexrt.brain.ahead import steps_until
-from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource
+from hexrt.brain.entry import Entry
+from hexrt.brain.loading import Loading
+from hexrt.brain.models import PAGE_TOKENS, ModelSource
 from hexrt.brain.sequences import Key, heirs, input_of, key_of, parent_of
 from hexrt.brain.view import Device
 from hexrt.core import TaskState
@@ -25,7 +26,7 @@ from hexrt.llm.sequence import SequenceRequest
 from hexrt.llm.steps import check_numerics, output_of_decode, output_of_prefill, request_of, resolve_model
 from hexrt.memory.keeper import Keeper
 from hexrt.memory.pool import Page
-from hexrt.protocol.host import Chunk, Chunked, Copied, FromHost, HostFailed, HostFinished, LoadModel
+from hexrt.protocol.host import Chunk, Chunked, Copied, FromHost, HostFailed, HostFinished
 from hexrt.runtime.entities import Run, Task
 
 ELSEWHERE = 1 << 60
@@ -34,29 +35,6 @@ CHUNK_NS, FIRST_CHUNK_NS, LOAD_NS = 30_000_000_000, 600_000_000_000, 1_800_000_0
 """How long a chunk may take at least, the first one of a model, and the loading of a model, before the host is taken for hung."""
 SLOWER = 20
 """How many times as long a token may take as in the slowest chunk so far."""
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """One model on one device. `live` are the tasks whose sequences the engine has; `early` what came before its decode task was there.
-
-    The engine outlives the host process where it has retained sequences; `loaded` says whether the host that is there has the model.
-    """
-
-    model: str
-    engine: Engine | None = None
-    loaded: bool = False
-    load_command: int = 0
-    waiting: list[Task] = field(default_factory=list)
-    live: dict[Key, Task | None] = field(default_factory=dict)
-    early: dict[Key, list[Outcome]] = field(default_factory=dict)
-    page_bytes: int = 0
-    kept: dict[Key, tuple[Run, int]] = field(
-        default_factory=dict
-    )  # retained for steps that go on from this one of the run
-    chunks: dict[int, int] = field(default_factory=dict)  # command -> tokens, of chunks that are with the host
-    slowest_ns: float = 0.0  # a token, of the slowest chunk so far
-    stopping: list[tuple[Task, ErrorRecord]] = field(default_factory=list)  # a chunk on its way names their sequences
 
 
 def _holder(task: Task, entry: Entry, key: Any) -> str:
@@ -72,8 +50,13 @@ def tokens_of(chunk: Chunk) -> int:
 
 
 class Engines:
-    def __init__(self, models: Mapping[str, ModelSource], keeper: Keeper, token_budget: int, passes: int) -> None:
+    def __init__(
+        self, models: Mapping[str, ModelSource], keeper: Keeper, token_budget: int, passes: int,
+        weights: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """`weights`: bytes that all models on a device may take together, by device."""
         self.models = models
+        self.loading = Loading(models, weights or {})
         self.keeper = keeper
         keeper.when_freed.append(self._frames_freed)
         self._token_budget = token_budget
@@ -101,10 +84,13 @@ class Engines:
             entry.live[key] = task
             for outcome in entry.early.pop(key, ()):
                 self._outcome(entry, outcome, now_ns)
-        elif not entry.loaded:
-            entry.waiting.append(task)
-        else:
+        elif entry.admits:
             self._add(entry, task, now_ns)
+        elif not entry.loaded and (why := self.loading.refusal(device, name, now_ns)) is not None:
+            self._fail(task, why, now_ns)
+        else:
+            entry.waiting.append(task)
+        self.loading.shelf(device).used(name, now_ns)
 
     def _model_name(self, task: Task) -> str:
         return resolve_model(task.step.node.params.model, self.models)  # type: ignore[attr-defined]
@@ -189,7 +175,7 @@ class Engines:
         """What a placed task waits for and who holds it; empty for one that runs."""
         for entry in self._entries.get(task.device, {}).values():
             if task in entry.waiting:
-                return f"the model {entry.model!r} to be loaded"
+                return self.loading.waits_for(task.device, entry)
             found = entry.engine.holders(key_of(task)) if entry.engine is not None else None
             if found is not None:
                 need, holders = found
@@ -225,6 +211,8 @@ class Engines:
         for entry in self._entries.get(device, {}).values():
             if entry.load_command and entry.load_command == command:
                 return LOAD_NS
+            if entry.unload_command and entry.unload_command == command:
+                return CHUNK_NS
             if tokens := entry.chunks.get(command):
                 return max(CHUNK_NS, int(SLOWER * entry.slowest_ns * tokens)) if entry.slowest_ns else FIRST_CHUNK_NS
         return 0
@@ -252,18 +240,15 @@ class Engines:
             device = devices[name]
             if not device.ready:
                 continue
+            sent: list[Any] = []
             for entry in entries.values():
-                if entry.engine is not None and entry.loaded:
-                    messages = entry.engine.decide(now_ns, device.next_command)
-                    if messages:
-                        entry.chunks.update((m.command, tokens_of(m)) for m in messages if isinstance(m, Chunk))
-                        send.setdefault(name, []).extend(messages)
-                elif entry.waiting and not entry.load_command:
-                    entry.load_command = device.next_command()
-                    source = self.models[entry.model]
-                    send.setdefault(name, []).append(
-                        LoadModel(entry.load_command, entry.model, source.path, source.dtype, PAGE_TOKENS)
-                    )
+                self._serve(entry, device, now_ns, sent)
+            sent += self.loading.decide(device, entries, now_ns)
+            for entry in entries.values():
+                if entry.waiting and entry.admits:  # it need not make way any more
+                    self._serve(entry, device, now_ns, sent)
+            if sent:
+                send.setdefault(name, []).extend(sent)
         self.keeper.decide(now_ns, devices, send)
         events.extend(self._events)
         self._events.clear()
@@ -271,6 +256,15 @@ class Engines:
             if devices[name].drop(command) is not None:
                 devices[name].done += 1
         self._dropped.clear()
+
+    def _serve(self, entry: Entry, device: Device, now_ns: int, sent: list[Any]) -> None:
+        """One model's turn. Without weights there are retained sequences only, whose pages are let go in time."""
+        if entry.waiting and entry.admits:
+            self._admit(entry, now_ns)
+        if entry.engine is not None:
+            messages = entry.engine.decide(now_ns, device.next_command)
+            entry.chunks.update((m.command, tokens_of(m)) for m in messages if isinstance(m, Chunk))
+            sent += messages
 
     # --- from the hosts -----------------------------------------------------------------------------------------
 
@@ -281,7 +275,10 @@ class Engines:
         elif isinstance(report, Chunked):
             for entry in self._entries.get(device.name, {}).values():
                 if entry.engine is not None and report.command in entry.chunks:
-                    token_ns = (report.end_ns - report.start_ns) / entry.chunks.pop(report.command)
+                    took_ns = report.end_ns - report.start_ns
+                    token_ns = took_ns / entry.chunks.pop(report.command)
+                    entry.busy_ns += took_ns
+                    self.loading.shelf(device.name).used(entry.model, report.end_ns)
                     entry.slowest_ns = max(entry.slowest_ns, token_ns)
                     entry.engine.pages.learn(token_ns)
                     for outcome in entry.engine.chunked(report, report.end_ns):
@@ -289,32 +286,39 @@ class Engines:
                     self._settle_stopped(entry, report.end_ns)
 
     def finished(self, device: Device, report: HostFinished) -> None:
-        """A model is loaded."""
-        for entry in self._entries.get(device.name, {}).values():
-            if entry.load_command and entry.load_command == report.command:
-                loaded = msgspec.msgpack.decode(report.output, type=LoadedModel)
-                entry.load_command = 0
-                entry.loaded, entry.page_bytes = True, loaded.page_bytes
-                if entry.engine is None:
-                    entry.engine = Engine(
-                        entry.model, device.name, self.keeper, loaded.page_bytes, PAGE_TOKENS, loaded.context_tokens,
-                        self._token_budget, self._passes,
-                    )  # fmt: skip
-                waiting, entry.waiting = entry.waiting, []
-                for task in waiting:
-                    self._add(entry, task, report.end_ns)
+        """A model is loaded, or unloaded."""
+        done = self.loading.finished(device.name, self._entries.get(device.name, {}).values(), report)
+        if done is None:
+            return
+        entry, loaded = done
+        if (why := self.loading.too_large(device.name, entry.model)) is not None:
+            self._fail_waiting(entry, ErrorRecord("unavailable", why, "params.model"), report.end_ns)
+        if entry.engine is None:
+            entry.engine = Engine(
+                entry.model, device.name, self.keeper, loaded.page_bytes, PAGE_TOKENS, loaded.context_tokens,
+                self._token_budget, self._passes,
+            )  # fmt: skip
+        self._admit(entry, report.end_ns)
+
+    def _admit(self, entry: Entry, now_ns: int) -> None:
+        waiting, entry.waiting = entry.waiting, []
+        for task in waiting:
+            self._add(entry, task, now_ns)
+
+    def _fail_waiting(self, entry: Entry, error: ErrorRecord, now_ns: int) -> None:
+        waiting, entry.waiting = entry.waiting, []
+        for task in waiting:
+            self._fail(task, error, now_ns)
 
     def command_failed(self, device: Device, report: HostFailed) -> None:
         """A model could not be loaded, or a chunk or copy failed as a whole."""
         if self.keeper.failed(device.name, report.command, report.error.message):
             return
-        for entry in self._entries.get(device.name, {}).values():
-            if entry.load_command and entry.load_command == report.command:
-                entry.load_command = 0
-                waiting, entry.waiting = entry.waiting, []
-                for task in waiting:
-                    self._fail(task, report.error, report.end_ns)
-            elif entry.engine is not None and report.command in entry.chunks:
+        entries = self._entries.get(device.name, {}).values()
+        if (failed := self.loading.failed(device.name, entries, report)) is not None:
+            self._fail_waiting(failed, report.error, report.end_ns)
+        for entry in entries:
+            if entry.engine is not None and report.command in entry.chunks:
                 del entry.chunks[report.command]
                 for outcome in entry.engine.chunk_failed(report.command, report.error):
                     self._outcome(entry, outcome, report.end_ns)
@@ -326,12 +330,13 @@ class Engines:
         Retained sequences stay as far as their pages lie elsewhere too.
         """
         self.keeper.device_lost(device)
+        self.loading.device_lost(device)
         for name, entry in list(self._entries.get(device, {}).items()):
             if entry.engine is None:
                 del self._entries[device][name]
                 continue
             entry.engine.device_lost()
-            self._entries[device][name] = Entry(entry.model, entry.engine, kept=entry.kept)
+            self._entries[device][name] = Entry(entry.model, entry.engine, about=entry.about, kept=entry.kept)
 
     def _frames_freed(self) -> None:
         for engine in self.engines():
