@@ -50,7 +50,7 @@ class Admission:
 
     def order(self, states: Iterable[State]) -> list[State]:
         """Those that wait, in the order in which they are offered pages."""
-        waiting = [s for s in states if s.stage in WAITS]
+        waiting = [s for s in states if s.stage is Stage.WAITING or s.stage is Stage.PARKED]
         waiting.sort(key=lambda s: (s.overtaken < PATIENCE, -s.request.priority, s.number))
         return waiting
 

@@ -153,7 +153,7 @@ class Engine:
                 if took is Took.PAGES:
                     messages.append(self._begin(state))
                 for other in waiting:
-                    other.overtaken += other.stage in WAITS and other.number < state.number
+                    other.overtaken += other.number < state.number and other.stage in WAITS
             else:
                 refused += 1
                 for other in self._admission.stopped_for(state, self._sequences.values()):

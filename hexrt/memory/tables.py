@@ -65,10 +65,11 @@ class PageTables:
 
     def frames(self, sequence: SequenceId) -> tuple[int, ...]:
         """The frames of the pages in their top tier. Raises InvariantViolation where one is not there."""
-        pool = self.pool
-        return tuple(
-            [pool.frame(page, Level(pool.classes[pool.cls(page)].level)) for page in self._table(sequence).pages]
-        )
+        pool, pages = self.pool, self._table(sequence).pages
+        if not pages:
+            return ()
+        top = Level(pool.classes[pool.cls(pages[0])].level)  # a table's pages are of one class
+        return tuple([pool.frame(page, top) for page in pages])
 
     def version(self, sequence: SequenceId) -> int:
         """Grows with every change of an entry that was there."""
