@@ -48,6 +48,7 @@ from hexrt.runtime.service import Service
 from hexrt.runtime.state import RunTable
 from hexrt.runtime.store import Store
 from hexrt.runtime.tensors import Tensors
+from hexrt.runtime.weights import weights_budgets
 from hexrt.scheduling.cost import CostModel
 from hexrt.server.connection import ConnectionLimits
 from hexrt.server.listen import Listener, bind, inherited
@@ -85,7 +86,7 @@ class Daemon:
         sources = self._sources = {
             name: model_source(self._model_path(m.path), m) for name, m in self._models().items()
         }
-        engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes)
+        engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes, weights_budgets(config.cpu))
         self.brain = Brain(self.table, self.cost, engines)
         self.arenas = Arenas(config.memory, keeper, self._start_disk)
         self.tensors = Tensors(

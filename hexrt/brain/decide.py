@@ -85,12 +85,9 @@ class Brain:
         seen: set[tuple[str, str | None]] = set()
         for node in graph.nodes:
             if node.op.parts[-1].body is None:
-                check_fits(
-                    node,
-                    self.engines.models,
-                    self.engines.keeper,
-                    [d.name for d in self._devices(class_of(node, len(node.op.parts) - 1))],
-                )
+                names = [d.name for d in self._devices(class_of(node, len(node.op.parts) - 1))]
+                self.engines.loading.check(node, names)
+                check_fits(node, self.engines.models, self.engines.keeper, names)
             if (node.op.name, node.device) not in seen:
                 seen.add((node.op.name, node.device))
                 for part in range(len(node.op.parts)):

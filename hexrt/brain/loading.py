@@ -6,6 +6,7 @@ Owns the shelves. Called by `brain.engines`, which owns the entries; changes of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -13,8 +14,10 @@ from hexrt.brain.entry import Entry
 from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource
 from hexrt.brain.shelf import Refusal, Shelf, Stand, Want
 from hexrt.brain.view import Device
-from hexrt.errors import ErrorRecord
+from hexrt.errors import BadRequest, ErrorRecord, HexrtError
+from hexrt.llm.steps import resolve_model
 from hexrt.protocol.host import HostFailed, HostFinished, LoadModel, UnloadModel
+from hexrt.workflow.graph import Node
 
 BUDGET_KEY = "cpu.weights_mib"
 MIB = 1 << 20
@@ -52,6 +55,17 @@ class Loading:
             f"the weights of {model!r} take {_mib(self._size(device, model))} MiB, and all models on {device} may take "
             f"{shelf.budget_bytes // MIB} MiB together: raise {BUDGET_KEY}, or keep its weights in fewer bits"
         )
+
+    def check(self, node: Node, devices: Iterable[str]) -> None:
+        """Raises BadRequest, naming the step, where the weights of its model are more than any of these devices may have."""
+        params: Any = node.params
+        try:
+            model = resolve_model(params.model, self._models)
+        except HexrtError:
+            return  # said by the step's first part
+        texts = [self.too_large(device, model) for device in devices]
+        if texts and all(texts):
+            raise BadRequest(str(texts[0]), f"steps.{node.id}.params.model")
 
     def waits_for(self, device: str, entry: Entry) -> str:
         """What the tasks in `entry.waiting` wait for, and who holds it."""
