@@ -21,8 +21,9 @@ import msgspec
 from hexrt.devices.body import Bodies, describe
 from hexrt.devices.copies import carry_out, measure_link
 from hexrt.devices.host import HostProgram
+from hexrt.devices.memory import give_back, is_out_of_memory
 from hexrt.devices.places import anonymous
-from hexrt.errors import ErrorRecord, InvariantViolation, NotFound
+from hexrt.errors import ErrorRecord, InvariantViolation, NotFound, OutOfMemory
 from hexrt.ops.registry import load_ops
 from hexrt.protocol.host import (
     DEVICE,
@@ -191,6 +192,9 @@ class CpuProgram(HostProgram):
             report = self._do(message)
         except Exception as error:  # border of a command
             report = self._failure(message, start, error)
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # their frames hold what was loaded
+        if isinstance(message, LoadModel) and isinstance(report, HostFailed):
+            give_back()
         if report is not None:
             self._post(report)
 
@@ -207,11 +211,12 @@ class CpuProgram(HostProgram):
             return carry_out(self.places, message)
         if isinstance(message, LoadModel):
             start = monotonic_ns()
-            facts = self._load(message)
+            facts = self._loaded(message)
             return HostFinished(message.command, 0, start, monotonic_ns(), msgspec.Raw(msgspec.msgpack.encode(facts)))
         if isinstance(message, UnloadModel):
             start = monotonic_ns()
             self._models.pop(message.model, None)
+            give_back()
             return HostFinished(message.command, 0, start, monotonic_ns(), msgspec.Raw(b"\xc0"))
         engine = self._models.get(message.model)
         if engine is None:
@@ -223,6 +228,15 @@ class CpuProgram(HostProgram):
         elif not engine.bind(message):
             return Stats({f"{message.model}_stale_bindings": float(engine.stale_bindings)})
         return None
+
+    def _loaded(self, message: LoadModel) -> dict[str, Any]:
+        try:
+            return self._load(message)
+        except Exception as error:
+            if is_out_of_memory(error):
+                lacking = f"the weights of {message.model!r} do not fit into the memory that the machine has left"
+                raise OutOfMemory(f"{lacking}: keep them in fewer bits, or run less beside", "params.model") from error
+            raise
 
     def _load(self, message: LoadModel) -> dict[str, Any]:
         from hexrt.llm.engine import ModelEngine
