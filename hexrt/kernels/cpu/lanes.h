@@ -14,7 +14,8 @@
 #define HEXRT_LANES_H
 
 #include <stdint.h>
-#include <string.h>
+
+#include "team.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -27,7 +28,6 @@
 #define LANES 8
 #endif
 #define PARTS (PANEL / LANES)
-#define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
@@ -36,13 +36,13 @@ typedef float vfu __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t vuu __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t vhu __attribute__((vector_size(LANES * 2), aligned(2)));
 
-INLINE vf load(const float *at) { return *(const vfu *)at; }
-INLINE void store(float *at, vf value) { *(vfu *)at = value; }
-INLINE vu words(const uint32_t *at) { return *(const vuu *)at; }
-INLINE vf splat(float value) { return (vf){0} + value; }
+HX_INLINE vf load(const float *at) { return *(const vfu *)at; }
+HX_INLINE void store(float *at, vf value) { *(vfu *)at = value; }
+HX_INLINE vu words(const uint32_t *at) { return *(const vuu *)at; }
+HX_INLINE vf splat(float value) { return value - (vf){0}; }
 
 /* Half floats of LANES rows, as floats. Infinities and NaN never are scales. */
-INLINE vf halves(const uint16_t *at) {
+HX_INLINE vf halves(const uint16_t *at) {
 #if LANES == 16
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
 #elif defined(__F16C__)
@@ -54,10 +54,22 @@ INLINE vf halves(const uint16_t *at) {
 #endif
 }
 
-/* Byte j of each word: unsigned in the low byte, or signed and 2^24 times itself. */
-INLINE vi low_byte(vu value, const int j) { return (vi)(value >> (8 * j) & 0xffu); }
-INLINE vi high_byte(vu value, const int j) {
-    return (vi)(j == 3 ? value & 0xff000000u : value << (24 - 8 * j));
-}
+/* Byte j of each word: unsigned in the low byte, or signed in the high one, 2^24 times itself; the other bytes are 0. */
+#if defined(__AVX2__)
+#define AT(word, at, j) (int)((0x80808080u & ~(0xffu << 8 * (at))) | (unsigned)(4 * (word) + (j)) << 8 * (at))
+#if LANES == 16
+#define PICK(value, at, j)                                                                                             \
+    (vi)_mm512_shuffle_epi8((__m512i)(value), _mm512_broadcast_i32x4(_mm_setr_epi32(AT(0, at, j), AT(1, at, j), AT(2, at, j), AT(3, at, j))))
+#else
+#define PICK(value, at, j)                                                                                             \
+    (vi)_mm256_shuffle_epi8((__m256i)(value), _mm256_setr_epi32(AT(0, at, j), AT(1, at, j), AT(2, at, j), AT(3, at, j), \
+                                                                AT(0, at, j), AT(1, at, j), AT(2, at, j), AT(3, at, j)))
+#endif
+HX_INLINE vi low_byte(vu value, const int j) { return j == 0 ? (vi)(value & 0xffu) : j == 3 ? (vi)(value >> 24) : PICK(value, 0, j); }
+HX_INLINE vi high_byte(vu value, const int j) { return j == 0 ? (vi)(value << 24) : j == 3 ? (vi)(value & 0xff000000u) : PICK(value, 3, j); }
+#else
+HX_INLINE vi low_byte(vu value, const int j) { return (vi)(value >> (8 * j) & 0xffu); }
+HX_INLINE vi high_byte(vu value, const int j) { return (vi)(value << (24 - 8 * j) & 0xff000000u); }
+#endif
 
 #endif

@@ -3,6 +3,8 @@
    unpacked into the nearest cache, where tiles of x meet it. A row's result depends on how many rows there are by rounding only. */
 #include "matmul.h"
 
+#include <string.h>
+
 #include "lanes.h"
 
 #if LANES == 16
@@ -10,24 +12,24 @@
 #else
 #define TILE 6
 #endif
-#define DIRECT 8     /* up to so many rows are computed straight from the packed weights */
+#define DIRECT 6     /* up to so many rows are computed straight from the packed weights */
 #define CHUNK 384    /* columns unpacked at a time: 24 KiB */
 #define STRIPE 128   /* rows of x that meet one unpacked part */
 
 #define BYTES4 320
 #define WORDS8 512
 
-static long panel_bytes(int kind, long blocks) {
-    if (kind == KIND_INT4) return blocks * BYTES4;
-    if (kind == KIND_INT8) return blocks * WORDS8 + ((blocks * 2 * PANEL + 63) & ~63L);
-    return blocks * BLOCK * PANEL * 2;
+HX_INLINE long block_bytes(const int kind) {
+    return kind == KIND_INT4 ? BYTES4 : kind == KIND_INT8 ? WORDS8 : kind == KIND_BF16 ? 1024 : 2048;
 }
+
+HX_INLINE int is_whole(const int kind) { return kind == KIND_INT4 || kind == KIND_INT8; }
 
 typedef struct {
     vf scale[PARTS], minimum[PARTS];
 } scales;
 
-INLINE scales scales_of(const int kind, const unsigned char *panel, long blocks, long block) {
+HX_INLINE scales scales_of(const int kind, const unsigned char *panel, long blocks, long block) {
     scales out;
     const uint16_t *at = kind == KIND_INT4 ? (const uint16_t *)(panel + block * BYTES4 + 256)
                                            : (const uint16_t *)(panel + blocks * WORDS8) + block * PANEL;
@@ -63,6 +65,13 @@ INLINE scales scales_of(const int kind, const unsigned char *panel, long blocks,
                 USE(half_ * 4 + j)                                                                               \
             }                                                                                                    \
         }                                                                                                        \
+    } else if (kind == KIND_FP32) {                                                                              \
+        const float *at_ = (const float *)panel + ((block) * BLOCK + 8 * (line)) * PANEL;                        \
+        _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) {                                                    \
+            vf value[PARTS];                                                                                     \
+            for (int p = 0; p < PARTS; p++) value[p] = load(at_ + j * PANEL + p * LANES);                        \
+            USE(j)                                                                                               \
+        }                                                                                                        \
     } else {                                                                                                     \
         const uint32_t *at_ = (const uint32_t *)panel + ((block) * BLOCK / 2 + 4 * (line)) * PANEL;              \
         _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++) {                                                    \
@@ -75,46 +84,40 @@ INLINE scales scales_of(const int kind, const unsigned char *panel, long blocks,
     }
 
 /* One row of x: sums of whole numbers first, scaled once a block. */
-INLINE void direct_one(const int kind, const unsigned char *panel, const float *x, long blocks, float *out) {
+HX_INLINE void direct_one(const int kind, const unsigned char *panel, const float *x, const float *of_block, long blocks, float *out) {
     vf total[PARTS] = {0};
     for (long block = 0; block < blocks; block++) {
         vf sum[2][PARTS] = {0};
         const float *from = x + block * BLOCK;
-        __builtin_prefetch(panel + (block + 8) * (kind == KIND_INT4 ? BYTES4 : WORDS8));
+        __builtin_prefetch(panel + (block + 8) * block_bytes(kind));
         for (int line = 0; line < 4; line++) {
 #define USE(column) \
     for (int p = 0; p < PARTS; p++) sum[(column) & 1][p] += value[p] * splat(from[line * 8 + (column)]);
             EACH_COLUMN(kind, panel, block, line, USE)
 #undef USE
         }
-        if (kind == KIND_BF16) {
+        if (!is_whole(kind)) {
             for (int p = 0; p < PARTS; p++) total[p] += sum[0][p] + sum[1][p];
             continue;
         }
         scales with = scales_of(kind, panel, blocks, block);
-        float all = 0;
-        if (kind == KIND_INT4) {
-            vf part = load(from);
-            for (int i = 1; i < BLOCK / LANES; i++) part += load(from + i * LANES);
-            for (int i = 0; i < LANES; i++) all += part[i];
-        }
         for (int p = 0; p < PARTS; p++) {
             total[p] += with.scale[p] * (sum[0][p] + sum[1][p]);
-            if (kind == KIND_INT4) total[p] += with.minimum[p] * splat(all);
+            if (kind == KIND_INT4) total[p] += with.minimum[p] * splat(of_block[block]);
         }
     }
     for (int p = 0; p < PARTS; p++) store(out + p * LANES, total[p]);
 }
 
 /* Few rows of x: weights are unpacked once for all of them. */
-INLINE void direct_some(const int kind, const int rows, const unsigned char *panel, const float *x, long k, float *out) {
+HX_INLINE void direct_some(const int kind, const int rows, const unsigned char *panel, const float *x, long k, float *out) {
     vf sum[8][PARTS] = {0};
     const long blocks = k / BLOCK;
     for (long block = 0; block < blocks; block++) {
         const float *from = x + block * BLOCK;
         scales with;
-        if (kind != KIND_BF16) with = scales_of(kind, panel, blocks, block);
-        __builtin_prefetch(panel + (block + 4) * (kind == KIND_INT4 ? BYTES4 : WORDS8));
+        if (is_whole(kind)) with = scales_of(kind, panel, blocks, block);
+        __builtin_prefetch(panel + (block + 4) * block_bytes(kind));
         for (int line = 0; line < 4; line++) {
 #define USE(column)                                                                              \
     for (int p = 0; p < PARTS; p++) {                                                            \
@@ -134,10 +137,10 @@ INLINE void direct_some(const int kind, const int rows, const unsigned char *pan
 }
 
 /* Blocks first .. first + count - 1 of a panel as floats, [column][16]. */
-INLINE void unpack(const int kind, const unsigned char *panel, long blocks, long first, long count, float *out) {
+HX_INLINE void unpack(const int kind, const unsigned char *panel, long blocks, long first, long count, float *out) {
     for (long block = first; block < first + count; block++) {
         scales with;
-        if (kind != KIND_BF16) with = scales_of(kind, panel, blocks, block);
+        if (is_whole(kind)) with = scales_of(kind, panel, blocks, block);
         for (int line = 0; line < 4; line++, out += 8 * PANEL) {
 #define USE(column)                                                                              \
     for (int p = 0; p < PARTS; p++) {                                                            \
@@ -152,11 +155,11 @@ INLINE void unpack(const int kind, const unsigned char *panel, long blocks, long
 }
 
 /* rows x 16 more of a sum: out += x[rows, count] w[count, 16]. */
-INLINE void tile(const int rows, const float *w, const float *x, long ldx, long count, float *out, long ldo) {
+HX_INLINE void tile(const int rows, const float *w, const float *x, long ldx, long count, float *out, long ldo) {
     vf sum[TILE][PARTS];
     _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
         for (int p = 0; p < PARTS; p++) sum[r][p] = load(out + r * ldo + p * LANES);
-    for (long i = 0; i < count; i++) {
+    _Pragma("GCC unroll 4") for (long i = 0; i < count; i++) {
         vf value[PARTS];
         for (int p = 0; p < PARTS; p++) value[p] = load(w + i * PANEL + p * LANES);
         _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++) {
@@ -178,4 +181,105 @@ static void tiles(const float *w, const float *x, long ldx, long rows, long coun
 #endif
 #undef CASE
     }
+}
+
+/* The columns of y that a panel makes: bias and residual are added as they are written, and what is past n is left out. */
+HX_INLINE void finish(const hx_linear *linear, const float *sums, long rows, long panel, const float *residual, float *y, long ldy) {
+    const long first = panel * PANEL, count = linear->n - first < PANEL ? linear->n - first : PANEL;
+    for (long r = 0; r < rows; r++) {
+        float *to = y + r * ldy + first;
+        const float *from = sums + r * PANEL;
+        if (count == PANEL && !linear->bias && !residual) {
+            for (int p = 0; p < PARTS; p++) store(to + p * LANES, load(from + p * LANES));
+            continue;
+        }
+        for (long i = 0; i < count; i++) {
+            float value = from[i];
+            if (linear->bias) value += linear->bias[first + i];
+            if (residual) value += residual[r * ldy + first + i];
+            to[i] = value;
+        }
+    }
+}
+
+HX_INLINE void direct(const int kind, const hx_linear *linear, long from, long to, const float *x, const float *of_block, long m,
+                      const float *residual, float *y, long ldy) {
+    const long k = linear->k, blocks = k / BLOCK;
+    float sums[DIRECT * PANEL] __attribute__((aligned(64)));
+    for (long at = from; at < to; at++) {
+        const unsigned char *panel = linear->packed + at * linear->stride;
+        switch (m) {
+        case 1: direct_one(kind, panel, x, of_block, blocks, sums); break;
+        case 2: direct_some(kind, 2, panel, x, k, sums); break;
+        case 3: direct_some(kind, 3, panel, x, k, sums); break;
+        case 4: direct_some(kind, 4, panel, x, k, sums); break;
+        case 5: direct_some(kind, 5, panel, x, k, sums); break;
+        default: direct_some(kind, 6, panel, x, k, sums); break;
+        }
+        finish(linear, sums, m, at, residual, y, ldy);
+    }
+}
+
+HX_INLINE void striped(const int kind, const hx_linear *linear, long from, long to, const float *x, long m, const float *residual,
+                       float *y, long ldy) {
+    const long k = linear->k, blocks = k / BLOCK;
+    const long pieces = (k + CHUNK - 1) / CHUNK, step = (blocks + pieces - 1) / pieces;
+    float w[CHUNK * PANEL] __attribute__((aligned(64)));
+    float sums[STRIPE * PANEL] __attribute__((aligned(64)));
+    for (long row = 0; row < m; row += STRIPE) {
+        const long rows = m - row < STRIPE ? m - row : STRIPE;
+        for (long at = from; at < to; at++) {
+            const unsigned char *panel = linear->packed + at * linear->stride;
+            memset(sums, 0, rows * PANEL * sizeof(float));
+            for (long block = 0; block < blocks; block += step) {
+                const long count = blocks - block < step ? blocks - block : step;
+                const float *part = (const float *)panel + block * BLOCK * PANEL;
+                if (kind != KIND_FP32) unpack(kind, panel, blocks, block, count, w);
+                tiles(kind == KIND_FP32 ? part : w, x + row * k + block * BLOCK, k, rows, count * BLOCK, sums, PANEL);
+            }
+            finish(linear, sums, rows, at, residual ? residual + row * ldy : 0, y + row * ldy, ldy);
+        }
+    }
+}
+
+/* Sums of x's blocks of 32, which the minima of int4 are multiplied with. */
+static void sum_blocks(const float *x, long blocks, float *out) {
+    for (long block = 0; block < blocks; block++, x += BLOCK) {
+        vf part = load(x);
+        for (int i = 1; i < BLOCK / LANES; i++) part += load(x + i * LANES);
+        float all = 0;
+        for (int i = 0; i < LANES; i++) all += part[i];
+        out[block] = all;
+    }
+}
+
+void hx_panels(const hx_linear *linear, long from, long to, const float *x, long m, const float *residual, float *y, long ldy) {
+    float of_block[MOST_COLUMNS / BLOCK];
+    if (m == 1 && linear->kind == KIND_INT4) sum_blocks(x, linear->k / BLOCK, of_block);
+#define GO(kind)                                                                                   \
+    case kind:                                                                                     \
+        if (m <= DIRECT) direct(kind, linear, from, to, x, of_block, m, residual, y, ldy);         \
+        else striped(kind, linear, from, to, x, m, residual, y, ldy);                              \
+        break;
+    switch (linear->kind) { GO(KIND_INT4) GO(KIND_INT8) GO(KIND_BF16) GO(KIND_FP32) }
+#undef GO
+}
+
+typedef struct {
+    const hx_linear *linear;
+    const float *x, *residual;
+    float *y;
+    long m, ldy;
+} product;
+
+static void multiply(void *given, int thread, int threads) {
+    const product *job = given;
+    const long panels = (job->linear->n + PANEL - 1) / PANEL;
+    hx_panels(job->linear, panels * thread / threads, panels * (thread + 1) / threads, job->x, job->m, job->residual, job->y, job->ldy);
+}
+
+/* y[m, n] = x[m, k] W^T + bias + residual[m, n]; x's rows are k apart, y's and residual's n. */
+HX_API void hx_linear_run(const hx_linear *linear, const float *x, int64_t m, const float *residual, float *y, int threads) {
+    product job = {linear, x, residual, y, m, linear->n};
+    hx_team_run(threads, multiply, &job);
 }
