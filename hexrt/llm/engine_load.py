@@ -7,6 +7,7 @@ named by the model, without a path of this machine.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hexrt.llm.gguf_config import model_config
 from hexrt.llm.gguf_folder import is_gguf
 from hexrt.llm.gguf_header import GgufFault, Header, read_header
 from hexrt.llm.gguf_weights import state_dict, weight_names
-from hexrt.llm.model_files import read_config, weight_files
+from hexrt.llm.model_files import check_size, read_config, weight_files
 from hexrt.llm.steps import ModelShape, model_shape
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -76,7 +77,7 @@ def _of_folder(path: Path, dtype: str) -> tuple[Any, Mapping[str, Any]]:
     auto: Any = AutoModelForCausalLM  # its return type knows nothing of `output_loading_info`
     model, report = auto.from_pretrained(
         str(path), dtype=getattr(torch, dtype), attn_implementation=NAME, local_files_only=True,
-        trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+        trust_remote_code=False, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
     )  # fmt: skip
     return model, report
 
@@ -100,13 +101,15 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
         )
     if (path / "adapter_config.json").exists():
         raise Unavailable("it is an adapter (adapter_config.json), not a model: merge it into its model")
-    if not weight_files(path):
+    files = weight_files(path)
+    if not files:
         pickled = [file.name for pattern in PICKLES for file in path.glob(pattern)]
         if pickled:
             raise Unavailable(
                 f"its weights are pickled ({min(pickled)}), which is never read: convert them to safetensors"
             )
         raise Unavailable("its folder holds no safetensors")
+    check_size(config, sum(file.stat().st_size for file in files))
 
 
 def _of_gguf(path: Path, dtype: str) -> tuple[Any, Mapping[str, Any]]:
@@ -114,13 +117,14 @@ def _of_gguf(path: Path, dtype: str) -> tuple[Any, Mapping[str, Any]]:
 
     header = _header(path)
     settings = model_config(header.meta, {tensor.name for tensor in header.tensors}, dtype)
+    check_size(settings, sum(prod(tensor.shape) for tensor in header.tensors))
     weights = state_dict(path, header, settings, weight_names(settings), dtype)
     known: Any = AutoConfig
     config = known.for_model(**settings)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model, report = kind.from_pretrained(
         None, config=config, state_dict=weights, dtype=getattr(torch, dtype), attn_implementation=NAME,
-        output_loading_info=True,
+        output_loading_info=True, ignore_mismatched_sizes=True,
     )  # fmt: skip
     return model, report
 

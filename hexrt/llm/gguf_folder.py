@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -50,9 +51,9 @@ def folder_of(path: Path, name: str, state_dir: Path) -> Path:
 
 
 def _place(path: Path, state_dir: Path) -> Path:
-    path = path.resolve(strict=True)
-    facts = path.stat()
-    origin = hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+    real = os.path.realpath(path, strict=True)
+    facts = os.stat(real)
+    origin = hashlib.blake2b(os.fsencode(real), digest_size=8).hexdigest()
     version = hashlib.blake2b(f"{FORMAT} {facts.st_size} {facts.st_mtime_ns}".encode(), digest_size=8).hexdigest()
     return state_dir / "gguf" / f"{origin}-{version}"
 

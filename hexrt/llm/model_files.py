@@ -76,19 +76,32 @@ class _Index(msgspec.Struct, frozen=True):
 def about_weight_bytes(path: Path, config: Mapping[str, Any], dtype: str, weights: str) -> int:
     """About what the weights take in memory: by the sizes of the files, or for a GGUF file, which is packed, by the model's shape."""
     if is_gguf(path):
-        parameters = _about_parameters(config)
+        parameters = about_parameters(config)
     else:
         stored = config.get("dtype") or config.get("torch_dtype")
         parameters = sum(file.stat().st_size for file in weight_files(path)) // DTYPE_BYTES.get(str(stored), 2)
     return int(parameters * PACKED_BYTES.get(weights, DTYPE_BYTES[dtype]))
 
 
-def _about_parameters(config: Mapping[str, Any]) -> int:
-    """Of a decoder with gated layers; norms and biases are left out."""
-    width, head = config["hidden_size"], config["head_dim"]
-    attention = 2 * width * head * (config["num_attention_heads"] + config["num_key_value_heads"])
-    layers = config["num_hidden_layers"] * (attention + 3 * width * config["intermediate_size"])
-    return int(layers + config["vocab_size"] * width)
+def about_parameters(config: Mapping[str, Any]) -> int:
+    """Of a dense decoder with gated layers, norms and biases left out; 0 where the config does not say what that takes."""
+    text = config.get("text_config")
+    source = text if isinstance(text, dict) else config
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
+    numbers = [number for name in names if isinstance(number := source.get(name), int) and number > 0]
+    if len(numbers) < len(names):
+        return 0
+    width, heads, layers, inner, vocabulary = numbers
+    head = source.get("head_dim") or width // heads
+    attention = 2 * width * head * (heads + (source.get("num_key_value_heads") or heads))
+    return int(layers * (attention + 3 * width * inner) + vocabulary * width)
+
+
+def check_size(config: Mapping[str, Any], most: int) -> None:
+    """Raises Unavailable where a config speaks of far more than the `most` numbers that the files can hold, before anything is taken for them."""
+    claimed = about_parameters(config)
+    if claimed > 2 * most:
+        raise Unavailable(f"its config speaks of about {claimed} weights, and its files hold at most {most}")
 
 
 def model_digest(path: Path, *settings: str) -> str:
