@@ -15,13 +15,11 @@
 
 #include <stdint.h>
 
-#include "team.h"
+#include "matmul.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-#define PANEL 16
-#define BLOCK 32
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define LANES 16
 #else

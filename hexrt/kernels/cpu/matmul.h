@@ -6,6 +6,8 @@
 
 enum { KIND_INT4 = 4, KIND_INT8 = 8, KIND_BF16 = 16, KIND_FP32 = 32 };
 
+#define PANEL 16 /* rows of a weight */
+#define BLOCK 32 /* columns */
 #define MOST_COLUMNS 65536
 
 /* `stride`: bytes from one panel to the next. k is a multiple of 32 and at most MOST_COLUMNS. `bias` may be null. */

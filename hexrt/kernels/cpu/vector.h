@@ -42,7 +42,7 @@ enum { HX_F32 = 0, HX_BF16 = 1, HX_F16 = 2 };
 
 HX_INLINE int64_t hx_item_bytes(int type) { return type == HX_F32 ? 4 : 2; }
 
-HX_INLINE vf hx_all(float x) { return (vf){0} + x; }
+HX_INLINE vf hx_all(float x) { return x - (vf){0}; } /* not 0 + x, which is another number for -0 and costs an addition */
 
 HX_INLINE vf hx_select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
@@ -57,6 +57,16 @@ HX_INLINE vf hx_max(vf a, vf b) {
 #endif
 }
 
+HX_INLINE vu hx_wide(vh h) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu16_epi32((__m128i)h); /* the compiler's own conversion goes by halves */
+#else
+    return __builtin_convertvector(h, vu);
+#endif
+}
+
 HX_INLINE vf hx_half_to_float(vh h) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps((__m256i)h);
@@ -65,7 +75,7 @@ HX_INLINE vf hx_half_to_float(vh h) {
 #elif defined(__aarch64__)
     return (vf)vcvt_f32_f16((float16x4_t)h);
 #else
-    const vu wide = __builtin_convertvector(h, vu), size = wide & 0x7fff;
+    const vu wide = hx_wide(h), size = wide & 0x7fff;
     const vf number = (vf)(size << 13) * 0x1p112f; /* the exponent's other bias; right for subnormals too */
     const vi special = (vi)(size >= 0x7c00);
     const vu bits = (vu)hx_select(special, (vf)((size << 13) | 0x7f800000u), number);
@@ -98,7 +108,7 @@ HX_INLINE vf hx_load(const void *at, int type) {
         return (vf)*(const vf_any *)at;
     const vh half = (vh)*(const vh_any *)at;
     if (type == HX_BF16)
-        return (vf)(__builtin_convertvector(half, vu) << 16);
+        return (vf)(hx_wide(half) << 16);
     return hx_half_to_float(half);
 }
 
