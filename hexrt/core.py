@@ -29,6 +29,7 @@ class DeviceKind(enum.StrEnum):
     IO = "io"  # network waits, in the daemon's own loop
     DISK = "disk"  # the host of the NVME tier: runs no steps
     CUDA = "cuda"  # an NVIDIA GPU or MIG instance
+    ENDPOINT = "endpoint"  # a server of one model, spoken to by HTTP in the daemon's own loop
 
 
 class TaskState(enum.IntEnum):

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +161,23 @@ class Daemon:
             host_environ(os.environ, self._temporary), self.tensors, self.arenas,
         )  # fmt: skip
         bodies = Bodies(self._ops, self._hello("io:0", 0), self.config.limits.max_output_mib << 20, self.tensors)
-        fleet.add_io(Device("io:0", DeviceKind.IO, 256, "io"), IoDevice(bodies, fleet.on_io_report))
+        fleet.add_inside(Device("io:0", DeviceKind.IO, 256, "io"), IoDevice(bodies, partial(fleet.on_inside_report, "io:0")))  # fmt: skip
         for index in range(self.config.pool.workers or os.cpu_count() or 1):
             fleet.add(Device(f"pool:{index}", DeviceKind.POOL, self.config.pool.window, "pool"), "pool")
         if self.config.cpu.enabled:
             fleet.add(Device("cpu:0", DeviceKind.CPU, 1 << 16, "cpu:0"), "cpu")
         if self.config.npu.enabled:
             fleet.add(Device("npu:0", DeviceKind.NPU, 2, "npu:0"), "npu")
+        self._add_endpoints(fleet)
+
+    def _add_endpoints(self, fleet: Fleet) -> None:
+        for name, model in self._models().items():
+            if model.endpoint:
+                from hexrt.devices.endpoint import EndpointDevice  # brings an HTTP client
+
+                device = f"{DeviceKind.ENDPOINT}:{name}"
+                link = EndpointDevice(name, model, partial(fleet.on_inside_report, device))
+                fleet.add_inside(Device(device, DeviceKind.ENDPOINT, model.concurrency, device), link)
 
     def _start_disk(self, device: Device) -> None:
         fleet = self.service.owner.fleet
@@ -182,7 +193,10 @@ class Daemon:
         settings: dict[str, Any] = {
             "ops": config.ops,
             "max_output_bytes": config.limits.max_output_mib << 20,
-            "models": {n: {"path": s.path, "is_exact": s.is_exact} for n, s in self._sources.items()},
+            "models": {
+                n: {"path": s.path, "is_exact": s.is_exact, "is_served": bool(s.endpoint)}
+                for n, s in self._sources.items()
+            },
             "cpu": msgspec.to_builtins(config.cpu),
             "npu": msgspec.to_builtins(config.npu),
             "memory": {"nvme_path": config.memory.nvme_path, "nvme_bytes": config.memory.nvme_mib << 20},

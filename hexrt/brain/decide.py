@@ -15,7 +15,7 @@ from hexrt.brain.engines import Engines
 from hexrt.brain.models import check_fits
 from hexrt.brain.queue import ReadyQueue
 from hexrt.brain.staging import Staging
-from hexrt.brain.view import Device
+from hexrt.brain.view import Class, Device, class_of
 from hexrt.core import DeviceKind, TaskState
 from hexrt.errors import BadRequest, ErrorRecord, HexrtError, TaskFailed, Unavailable
 from hexrt.events import Event, Failed, Started
@@ -39,15 +39,8 @@ PICK_BYTES = 4096
 MAX_LAUNCH_BYTES = 512 << 20
 """Of one task's inputs: half of what a message to a host may have."""
 
-Class = tuple[tuple[DeviceKind, ...], str | None]
-
-
-def class_of(node: Node, part: int) -> Class:
-    """Which devices may run a part: of its kinds, and the one that the step insists on if that is of these kinds."""
-    kinds = node.op.parts[part].kinds
-    if node.device is None or node.device.partition(":")[0] not in kinds:
-        return kinds, None
-    return kinds, node.device
+FIRST = 1 << 40
+"""Priority of what is with a server already."""
 
 
 @dataclass(slots=True)
@@ -82,16 +75,20 @@ class Brain:
 
     def check_runnable(self, graph: TaskGraph) -> None:
         """Raises BadRequest or Unavailable, naming the step, where some part of it has no device that could ever run it."""
-        seen: set[tuple[str, str | None]] = set()
+        seen: set[tuple[str, str | None, Class]] = set()
         for node in graph.nodes:
+            last = self._class_of(node, len(node.op.parts) - 1)
             if node.op.parts[-1].body is None:
-                names = [d.name for d in self._devices(class_of(node, len(node.op.parts) - 1))]
-                self.engines.loading.check(node, names)
+                self.engines.endpoints.check(node)
+                self.engines.loading.check(node, names := [d.name for d in self._devices(last)])
                 check_fits(node, self.engines.models, self.engines.keeper, names)
-            if (node.op.name, node.device) not in seen:
-                seen.add((node.op.name, node.device))
+            if (node.op.name, node.device, last) not in seen:
+                seen.add((node.op.name, node.device, last))
                 for part in range(len(node.op.parts)):
-                    self._check_part(node, class_of(node, part))
+                    self._check_part(node, self._class_of(node, part))
+
+    def _class_of(self, node: Node, part: int) -> Class:
+        return class_of(node, part, self.engines.endpoints.device_of(node, part))
 
     def _check_part(self, node: Node, queue_class: Class) -> None:
         devices, kinds = self._devices(queue_class), queue_class[0]
@@ -132,6 +129,7 @@ class Brain:
             table.stop.clear()
             self.engines.stop([t for t in stop if self.engines.owns(t)], now_ns)
             out.stop = [t for t in stop if not self.engines.owns(t)]
+        self.engines.endpoints.decide(now_ns, self.devices, out.send)
         self.engines.decide(now_ns, self.devices, out.send, out.events)
         if self.staging.lost:
             out.events += self.staging.lost
@@ -146,39 +144,42 @@ class Brain:
     def _rank(self, run: Run) -> None:
         if run.graph is None:
             return
-        memo: dict[str, float] = {}
+        memo: dict[tuple[str, str | None], float] = {}
 
         def cost_ns(node: Node) -> float:
-            known = memo.get(node.op.name)
-            if known is None:
-                known = memo[node.op.name] = float(
-                    sum(
-                        self.cost.best_ns(node.op.name, i, tuple({d.cost_name for d in self._devices(class_of(node, i))}), 0)
-                        for i in range(len(node.op.parts))
-                    )
-                )  # fmt: skip
-            return known
+            key = node.op.name, self.engines.endpoints.device_of(node, len(node.op.parts) - 1)
+            if key not in memo:
+                memo[key] = self._expected_ns(node)
+            return memo[key]
 
         for step, rank in zip(run.steps, upward_ranks(run.graph, cost_ns), strict=True):
             step.rank = rank
+
+    def _expected_ns(self, node: Node) -> float:
+        """What a step takes on the best of its devices, whatever the size of its inputs."""
+        parts = range(len(node.op.parts))
+        names = [tuple({d.cost_name for d in self._devices(self._class_of(node, part))}) for part in parts]
+        return float(sum(self.cost.best_ns(node.op.name, part, names[part], 0) for part in parts))
 
     def _queue(self, task: Task) -> None:
         if task.state is not READY:
             return
         step = task.step
         node = step.node
-        key = id(node.op), task.op_part, node.device  # ops live as long as the daemon
+        served = self.engines.endpoints.device_of(node, task.op_part)
+        key = id(node.op), task.op_part, served or node.device  # ops live as long as the daemon
         queue = self._queue_of.get(key)
         if queue is None:
-            queue = self._queue_of[key] = self._queues.setdefault(class_of(node, task.op_part), ReadyQueue())
-        queue.push((-node.priority, -step.rank), task)
+            queue = self._queue_of[key] = self._queues.setdefault(class_of(node, task.op_part, served), ReadyQueue())
+        priority = FIRST if served and self.engines.endpoints.has(task) else node.priority
+        queue.push((-priority, -step.rank), task)
 
     def _devices(self, queue_class: Class) -> list[Device]:
         """The devices that may run a class: of its kinds, and as the step insists."""
         found = self._by_class.get(queue_class)
         if found is None:
             kinds, only = queue_class
-            found = [d for d in self.devices.values() if d.kind in kinds and (only is None or only in (d.name, d.kind.value))]  # fmt: skip
+            found = [d for d in self.devices.values() if d.kind in kinds and (only in (d.name, d.kind.value) or (only is None and d.kind is not DeviceKind.ENDPOINT))]  # fmt: skip
             found.sort(key=lambda d: d.cost_name)
             self._by_class[queue_class] = found
         return found
@@ -208,6 +209,8 @@ class Brain:
                 self.staging.let_go(task)
                 continue
             if task.step.node.op.parts[task.op_part].body is None:
+                if not self.engines.endpoints.can_begin(task, ready[0]):
+                    return False
                 queue.pop()
                 self._place_engine(task, ready, now_ns)
             else:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from hexrt.brain.ahead import steps_until
+from hexrt.brain.endpoints import Endpoints
 from hexrt.brain.entry import Entry
 from hexrt.brain.loading import Loading
 from hexrt.brain.models import PAGE_TOKENS, ModelSource
@@ -65,11 +66,14 @@ class Engines:
         self.keeping: set[bytes] = set()  # runs with kept sequences
         self._dropped: list[tuple[str, int]] = []  # (device, command) of tasks that ended
         self._events: list[Event] = []
+        self.endpoints = Endpoints(models, self._events.append, self._end, self._fail)
 
     # --- from the brain -----------------------------------------------------------------------------------------
 
     def start(self, task: Task, device: str, now_ns: int) -> None:
         """A prefill or decode task was placed on `device`."""
+        if self.endpoints.start(task, device, now_ns):
+            return
         try:
             name = self._model_name(task)
             check_numerics(task.step.node.params.numerics, name, self.models[name].is_exact)  # type: ignore[attr-defined]
@@ -160,6 +164,7 @@ class Engines:
                 why = msgspec.structs.replace(
                     error, message=f"{error.message}, at the end of it in waiting for {wanted}"
                 )
+            self.endpoints.stop(task)
             key, leaving = key_of(task), False
             for entry in self._entries.get(task.device, {}).values():
                 if task in entry.waiting:
@@ -224,6 +229,7 @@ class Engines:
 
     def run_ended(self, run: bytes) -> None:
         """Nothing of the run is continued any more."""
+        self.endpoints.run_ended(run)
         for entries in self._entries.values():
             for entry in entries.values():
                 for key in [k for k in entry.live if k[0] == run]:
@@ -384,8 +390,8 @@ class Engines:
         self._events.append(Failed(task.run.id, task.step.node.index, task.part, task.attempt, task.device, task.start_ns or at_ns, at_ns, error))  # fmt: skip
 
     def statistics(self) -> dict[str, float]:
-        moved = msgspec.structs.asdict(self.keeper.statistics())
-        return {f"memory_{name}": float(value) for name, value in moved.items()} | {
+        found = {f"memory_{n}": float(v) for n, v in msgspec.structs.asdict(self.keeper.statistics()).items()}
+        return self.endpoints.statistics() | found | {
             f"{device}_{entry.model}_{name}": float(value)
             for device, entries in self._entries.items()
             for entry in entries.values()

@@ -10,8 +10,10 @@ from typing import Any
 
 from hexrt.core import DeviceKind
 from hexrt.runtime.entities import Task
+from hexrt.workflow.graph import Node
 
 POOL = DeviceKind.POOL
+Class = tuple[tuple[DeviceKind, ...], str | None]
 WINDOW_NS = 1_000_000
 """Work that is sent ahead to a pool worker, so that it never waits for the daemon: a few wake-ups' worth."""
 
@@ -53,3 +55,9 @@ class Device:
         if task is not None:
             self.backlog_ns -= task.predicted_ns
         return task
+
+
+def class_of(node: Node, part: int, served: str | None) -> Class:
+    """Which devices may run a part: of its kinds, and the one of the server that it needs, or that the step insists on if that is of these kinds."""
+    kinds, only = node.op.parts[part].kinds, served or node.device
+    return (kinds, None) if only is None or only.partition(":")[0] not in kinds else (kinds, only)

@@ -45,6 +45,8 @@ ENGINE = {
     "chunks": "chunks of passes that were run",
     "recalled_chunks": "chunks taken back before they began",
     "dropped_sequences": "retained sequences that gave way",
+    "answers": "answers that a server gave",
+    "failures": "requests that a server did not answer",
 }
 _SUFFIXES = sorted(ENGINE.items(), key=lambda item: -len(item[0]))  # `frames_free` before what it ends in
 

@@ -47,6 +47,8 @@ def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, 
         name = resolve_model(params.model, context.models)
         model = context.models[name]
         check_numerics(params.numerics, name, model["is_exact"])
+        if model.get("is_served"):
+            return {"messages": messages_of(name, params.raw, inputs)}
         path = Path(context.models_dir) / model["path"]
         vocabulary = load_vocabulary(folder_of(path, name, Path(context.state_dir)), name)
         ids = tokenise(vocabulary, name, params.raw, inputs)
@@ -56,13 +58,46 @@ def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, 
     return {"ids": ids, "prompt_tokens": len(ids)}
 
 
+def messages_of(name: str, raw: bool, inputs: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The whole conversation for a server, which makes tokens of it itself. Raises BadRequest naming the input."""
+    prior: Continued | None = inputs.get("continue_from")
+    if prior is not None and not prior.messages:
+        raise BadRequest(
+            f"its model runs here, so it holds ids, and a server answers for {name!r}, which takes text: give `messages`",
+            "inputs.continue_from",
+        )
+    messages = conversation(inputs, prior is not None)
+    if raw:
+        check_raw(inputs)
+    before = said_before(prior, raw)
+    if raw:
+        return [{"role": "raw", "content": "".join(m["content"] for m in [*before, *messages])}]
+    return before + messages
+
+
+def said_before(prior: Continued | None, raw: bool) -> list[dict[str, str]]:
+    """The messages of the conversation that is gone on with. Raises BadRequest where one has a chat template and the other has none."""
+    before = [{"role": m.role, "content": m.content} for m in prior.messages] if prior is not None else []
+    if before and raw != (before[0]["role"] == "raw"):
+        kind = "is a raw one: set `raw`" if before[0]["role"] == "raw" else "has messages: leave out `raw`"
+        raise BadRequest(f"what it goes on from {kind}", "inputs.continue_from")
+    return before
+
+
+def check_raw(inputs: Mapping[str, Any]) -> None:
+    if inputs.get("prompt") is None or inputs.get("system") is not None:
+        raise BadRequest("a raw prompt is given as `prompt` alone: leave out `messages` and `system`", "params.raw")
+
+
 def tokenise(vocabulary: Vocabulary, name: str, raw: bool, inputs: Mapping[str, Any]) -> list[int]:
     """The ids of the whole prompt. Raises BadRequest naming the input, or Unavailable where the model has no chat template."""
     prior: Continued | None = inputs.get("continue_from")
     messages = conversation(inputs, prior is not None)
+    if prior is not None and not prior.ids:  # a server answered: its text is encoded as any other
+        messages, prior = said_before(prior, raw) + messages, None
+        messages = [{"role": "raw", "content": "".join(m["content"] for m in messages)}] if raw else messages
     if raw:
-        if inputs.get("prompt") is None or inputs.get("system") is not None:
-            raise BadRequest("a raw prompt is given as `prompt` alone: leave out `messages` and `system`", "params.raw")
+        check_raw(inputs)
         new = vocabulary.tokeniser.encode(messages[0]["content"], add_special_tokens=prior is None).ids
     else:
         messages = [{**message, "content": as_plain_text(vocabulary, message["content"])} for message in messages]

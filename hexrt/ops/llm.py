@@ -15,7 +15,7 @@ from hexrt.core import DeviceKind
 from hexrt.errors import BadRequest
 from hexrt.ops.spec import OpSpec, Part, Port
 
-ENGINES = (DeviceKind.CPU, DeviceKind.CUDA)
+ENGINES = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.ENDPOINT)
 MAX_CHARACTERS = 8 << 20
 BYTES_PER_TOKEN = 4  # roughly, of English text
 
@@ -74,11 +74,23 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: Text
 
 
-class Continued(msgspec.Struct, frozen=True):
-    """The output of an earlier LLM step, as far as a later one reads it."""
+class SaidMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`role` raw: the whole text of a conversation without a chat template."""
 
-    ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)]
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    role: Literal["system", "user", "assistant", "tool", "raw"]
+    content: Text
+
+
+class Continued(msgspec.Struct, frozen=True):
+    """The output of an earlier LLM step, as far as a later one reads it: its ids, or where a server answered, which gives none, its messages."""
+
+    ids: tuple[TokenId, ...] = ()
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    messages: Annotated[tuple[SaidMessage, ...], msgspec.Meta(max_length=10_001)] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ids and not self.messages:
+            raise ValueError("it holds neither `ids` nor `messages`: give the whole output of an LLM step")
 
 
 def check(params: Any) -> None:

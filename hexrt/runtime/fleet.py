@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,7 @@ from hexrt.devices.io import IoDevice
 from hexrt.devices.link import HostLink
 from hexrt.errors import ErrorRecord, HexrtError
 from hexrt.events import DeviceDown, DeviceUp, Event, Failed, Finished, Started
+from hexrt.llm.endpoint import EndpointReport
 from hexrt.protocol.host import Cancel, FromHost, Hello, HostFailed, HostFinished, HostStarted, Ready
 from hexrt.runtime.arenas import Arenas
 from hexrt.runtime.entities import Task
@@ -30,6 +31,9 @@ from hexrt.runtime.retries import DROPPED, NOT_BEGUN
 from hexrt.runtime.tensors import Tensors
 from hexrt.runtime.watchdog import STALLED_NS, Watchdog
 from hexrt.values import NAMING, names_any
+
+if TYPE_CHECKING:  # brings an HTTP client
+    from hexrt.devices.endpoint import EndpointDevice
 
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
@@ -61,8 +65,8 @@ class Member:
     """A device with the current life of its host."""
 
     device: Device
-    program: str  # "" for io
-    link: HostLink | IoDevice
+    program: str  # "" for one in the daemon's own loop
+    link: HostLink | IoDevice | EndpointDevice
     failed_starts: int = 0
     respawn: asyncio.TimerHandle | None = None
     died_of: dict[int, ErrorRecord] = field(default_factory=dict)  # why we killed it, by command
@@ -110,9 +114,9 @@ class Fleet:
         self._brain.add_device(device)
         self._members[device.name] = Member(device, program, self._spawn(device, program))
 
-    def add_io(self, device: Device, io: IoDevice) -> None:
+    def add_inside(self, device: Device, link: IoDevice | EndpointDevice) -> None:
         self._brain.add_device(device)
-        self._members[device.name] = Member(device, "", io)
+        self._members[device.name] = Member(device, "", link)
         device.ready = True
 
     def start_wanted(self) -> None:
@@ -211,9 +215,8 @@ class Fleet:
         error, now_ns = ErrorRecord("cancelled", "cancelled before it began"), self._clock.now_ns()
         self._post(Failed(task.run.id, task.step.node.index, task.part, task.attempt, device, now_ns, now_ns, error))
 
-    def on_io_report(self, report: FromHost) -> None:
-        member = self._members["io:0"]
-        self._report(member, report)
+    def on_inside_report(self, device: str, report: FromHost | EndpointReport) -> None:
+        self._report(self._members[device], report)
 
     def _on_reports(self, link: HostLink, reports: list[FromHost]) -> None:
         member = self._members[link.device]
@@ -263,7 +266,7 @@ class Fleet:
                     self._holding.pin(ahead, tensors)
         return True
 
-    def _report(self, member: Member, report: FromHost) -> None:
+    def _report(self, member: Member, report: FromHost | EndpointReport) -> None:
         device = member.device
         if isinstance(report, HostFinished):
             task = device.drop(report.command)
@@ -286,6 +289,9 @@ class Fleet:
             member.failed_starts = 0
             self._arenas.host_ready(device.name, report.facts)
             self._post(DeviceUp(device.name, device.epoch, self._clock.now_ns()))
+        elif isinstance(report, EndpointReport):
+            self._engines.endpoints.report(device, report)
+            self._wake()
         else:
             self._engines.report(device, report)
             self._wake()
@@ -378,10 +384,10 @@ class Fleet:
         for member in self._members.values():
             if member.respawn is not None:
                 member.respawn.cancel()
-            if isinstance(member.link, IoDevice):
-                await member.link.close()
-            else:
+            if isinstance(member.link, HostLink):
                 member.link.close()
+            else:
+                await member.link.close()
 
 
 def timed_out(task: Task) -> ErrorRecord:

@@ -57,6 +57,7 @@ class Recount:
         brain = self._brain
         self._table.check_integrity()
         brain.engines.keeper.check_integrity()
+        brain.engines.endpoints.check_integrity()
         for engine in brain.engines.engines():
             engine.check_integrity()
         self._tensors.check_integrity(self._table.runs.values(), idle=True)
