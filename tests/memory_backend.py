@@ -21,6 +21,7 @@ from hexrt.errors import BadRequest, ErrorRecord, NotFound
 from hexrt.memory.arena import sealed_copy
 from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol import messages as m
+from hexrt.protocol.models import ModelPlace, ModelStatus, WeightsBudget
 from hexrt.workflow.model import Workflow
 
 OPS = ("noop", "hold", "fail")
@@ -197,6 +198,18 @@ class MemoryBackend:
         holders = tuple(m.Holder(r.id, r.workflow.name, r.peer.uid, r.state, 3, 3 << 20, 1, 5000) for r in mine)
         tensors = m.TensorTotals(1, 5000, 2, 10_000)
         return m.MemoryReport(0, tiers, links, moved, tensors, "plain", "shmem_enabled is never", holders)
+
+    def models(self, peer: Peer) -> m.ModelList:
+        source = "/srv/models/small" if peer.uid == 0 else "small"
+        there = ModelPlace("cpu:0", "loaded", "", 513 << 20, 2, 1, 3, used_s=4.2, answer_tokens=90, tokens_per_s=31.25)
+        refused = ModelPlace("cpu:0", "refused", "its folder holds no safetensors (tried 3 s ago, 2 times in a row)")
+        server = ModelPlace("endpoint:far", "ready", live=3, limit=8)
+        models = (
+            ModelStatus("small", "folder", source, "float32", "as_dtype", "float32", "LlamaForCausalLM", 134_515_008, 8192, 720 << 10, 513 << 20, {"attention": "native"}, (there,)),
+            ModelStatus("broken", "gguf", "b.gguf", "bfloat16", "int8", "bfloat16", places=(refused,)),
+            ModelStatus("far", "endpoint", "http://127.0.0.1:8000/v1", places=(server,)),
+        )  # fmt: skip
+        return m.ModelList(0, models, (WeightsBudget("cpu:0", 513 << 20, 2 << 30),))
 
     def statistics(self) -> m.StatisticsReport:
         return m.StatisticsReport(0, {"runs": float(len(self.runs))})

@@ -188,6 +188,9 @@ class Engines:
                 return f"{need} pages of {entry.engine.pages.capacity} on {task.device}; held by {held or 'nobody'}"  # type: ignore[union-attr]
         return ""
 
+    def entry(self, device: str, model: str) -> Entry | None:
+        return self._entries.get(device, {}).get(model)
+
     def engines(self) -> Iterator[Engine]:
         return (e.engine for entries in self._entries.values() for e in entries.values() if e.engine is not None)
 
@@ -342,7 +345,7 @@ class Engines:
                 del self._entries[device][name]
                 continue
             entry.engine.device_lost()
-            self._entries[device][name] = Entry(entry.model, entry.engine, about=entry.about, kept=entry.kept)
+            self._entries[device][name] = Entry(entry.model, entry.engine, about=entry.about, kept=entry.kept, busy_ns=entry.busy_ns)
 
     def _frames_freed(self) -> None:
         for engine in self.engines():

@@ -36,6 +36,11 @@ class Loading:
             found = self._shelves[device] = Shelf(self._budgets[device]) if device in self._budgets else Shelf()
         return found
 
+    @property
+    def devices(self) -> list[str]:
+        """On which models were or may be loaded."""
+        return sorted({*self._budgets, *self._shelves})
+
     def _size(self, device: str, model: str) -> int:
         return self.shelf(device).size_of(model, self._models[model].weight_bytes)
 

@@ -70,6 +70,7 @@ class Shelf:
         self._refusals: dict[str, Refusal] = {}
         self._sizes: dict[str, int] = {}  # as hosts said
         self._load_ns: dict[str, int] = {}
+        self._used_ns: dict[str, int] = {}  # of any model that was used, there or not
         self._bytes_per_ns = GUESSED_BYTES_PER_NS
         self.makes_way_for = ""
 
@@ -107,6 +108,10 @@ class Shelf:
         """Of a model that was not loaded since."""
         return self._refusals.get(model)
 
+    def last_used_ns(self, model: str) -> int:
+        """0 for one that never was."""
+        return self._used_ns.get(model, 0)
+
     def expected_ns(self, model: str, size: int) -> int:
         """How long it is expected to load."""
         return self._load_ns.get(model) or int(size / self._bytes_per_ns)
@@ -117,6 +122,7 @@ class Shelf:
     # --- what happened --------------------------------------------------------------------------------------------
 
     def used(self, model: str, now_ns: int) -> None:
+        self._used_ns[model] = now_ns
         if (weights := self._weights.get(model)) is not None:
             weights.used_ns = max(weights.used_ns, now_ns)
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "schema": ("hexrt.cli.files:schema", "Print the JSON Schema of workflow files."),
     "devices": ("hexrt.cli.machine:devices", "List the devices, and why one is missing."),
     "memory": ("hexrt.cli.memory:memory", "Show the tiers of memory, and who holds it."),
+    "models": ("hexrt.cli.models:models", "List the models, and where each is loaded."),
     "statistics": ("hexrt.cli.machine:statistics", "Print the daemon's counters."),
     "shutdown": ("hexrt.cli.machine:shutdown", "Stop the daemon."),
     "config": ("hexrt.cli.configs:config", "Check and show the daemon's configuration."),

@@ -202,6 +202,10 @@ class AsyncClient:
         """The tiers of memory, what moves between them, and who holds the most; of others' runs only an admin is told."""
         return await self._ask(calls.memory())
 
+    async def models(self) -> m.ModelList:
+        """The models that LLM steps may name, where each is loaded, and what their weights take."""
+        return await self._ask(calls.models())
+
     async def statistics(self) -> dict[str, float]:
         return await self._ask(calls.statistics())
 

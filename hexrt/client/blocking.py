@@ -174,6 +174,10 @@ class Client:
         """The tiers of memory, what moves between them, and who holds the most; of others' runs only an admin is told."""
         return self._ask(calls.memory())
 
+    def models(self) -> m.ModelList:
+        """The models that LLM steps may name, where each is loaded, and what their weights take."""
+        return self._ask(calls.models())
+
     def statistics(self) -> dict[str, float]:
         return self._ask(calls.statistics())
 

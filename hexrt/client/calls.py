@@ -183,6 +183,10 @@ def memory() -> Call[m.MemoryReport]:
     return Call(m.Memory, lambda a: _expect(m.MemoryReport, a))
 
 
+def models() -> Call[m.ModelList]:
+    return Call(m.Models, lambda a: _expect(m.ModelList, a))
+
+
 def statistics() -> Call[dict[str, float]]:
     return Call(m.Statistics, lambda a: _expect(m.StatisticsReport, a).values)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from hexrt.core import Durability, RunState
 from hexrt.errors import ErrorRecord
+from hexrt.protocol.models import ModelStatus, WeightsBudget
 from hexrt.workflow.model import Workflow
 
 VERSION = 2
@@ -102,6 +103,12 @@ class Memory(Message, tag="memory"):
     request: Number
 
 
+class Models(Message, tag="models"):
+    """Answered by ModelList. Where a model lies on this machine, and by what URL a server answers, only root, the daemon's uid and admins are told."""
+
+    request: Number
+
+
 class Statistics(Message, tag="statistics"):
     request: Number
 
@@ -121,8 +128,9 @@ class Shutdown(Message, tag="shutdown"):
 
 
 Request = (
-    Submit | Cancel | Status | List | Watch | Result | Timeline | Devices | Memory | Statistics | Forget | Shutdown
-)
+    Submit | Cancel | Status | List | Watch | Result | Timeline | Devices | Memory | Models | Statistics | Forget
+    | Shutdown
+)  # fmt: skip
 FromClient = ClientHello | Request
 
 # --- answers ----------------------------------------------------------------------------------------------------
@@ -343,6 +351,12 @@ class MemoryReport(Message, tag="memory_report"):
     holders: tuple[Holder, ...]  # the largest, those that hold most first
 
 
+class ModelList(Message, tag="model_list"):
+    request: int
+    models: tuple[ModelStatus, ...]
+    budgets: tuple[WeightsBudget, ...]
+
+
 class StatisticsReport(Message, tag="statistics_report"):
     request: int
     values: dict[str, float]
@@ -360,6 +374,6 @@ class Refused(Message, tag="refused"):
 
 
 FromDaemon = (
-    Welcome | Accepted | Update | RunStatus | RunList | RunResult | RunTimeline | DeviceList | MemoryReport | StatisticsReport
-    | Done | Refused
+    Welcome | Accepted | Update | RunStatus | RunList | RunResult | RunTimeline | DeviceList | MemoryReport | ModelList
+    | StatisticsReport | Done | Refused
 )  # fmt: skip

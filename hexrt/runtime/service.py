@@ -21,6 +21,7 @@ from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol.messages import (
     DeviceList,
     MemoryReport,
+    ModelList,
     RunList,
     RunResult,
     RunStatus,
@@ -28,18 +29,11 @@ from hexrt.protocol.messages import (
     StatisticsReport,
     Update,
 )  # fmt: skip
-from hexrt.runtime.answers import (
-    past_of,
-    result_of,
-    result_of_ended,
-    status_of,
-    summary_of,
-    timeline_of,
-    update_of,
-)  # fmt: skip
+from hexrt.runtime.answers import past_of, result_of, result_of_ended, status_of, summary_of, timeline_of, update_of
 from hexrt.runtime.deadlines import Deadlines
 from hexrt.runtime.entities import Change, Run, Task
 from hexrt.runtime.machine import devices_of, memory_of
+from hexrt.runtime.models import models_of
 from hexrt.runtime.owner import Owner
 from hexrt.runtime.passing import Results, check_tensors, recordable
 from hexrt.runtime.room import Room, tasks_of
@@ -351,6 +345,9 @@ class Service:
     def memory(self, peer: Peer) -> MemoryReport:
         uid = None if self._is_admin(peer) else peer.uid
         return memory_of(self._brain, self._table.runs.values(), self._arena, uid)
+
+    def models(self, peer: Peer) -> ModelList:
+        return models_of(self._brain, self._clock.now_ns(), self._is_admin(peer))
 
     def statistics(self) -> StatisticsReport:
         table, store = self._table, self._store

@@ -14,6 +14,7 @@ from hexrt.memory.passed import ClientMemory, Export
 from hexrt.protocol.messages import (
     DeviceList,
     MemoryReport,
+    ModelList,
     RunList,
     RunResult,
     RunStatus,
@@ -73,6 +74,9 @@ class Backend(Protocol):
 
     def memory(self, peer: Peer) -> MemoryReport:
         """`holders` are the peer's own runs, or everybody's for an admin."""
+
+    def models(self, peer: Peer) -> ModelList:
+        """Paths and URLs in full for an admin alone."""
 
     def statistics(self) -> StatisticsReport: ...
 

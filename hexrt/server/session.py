@@ -219,6 +219,9 @@ class Session:
     def _memory_report(self, request: m.Memory) -> None:
         self._answer(replace(self._backend.memory(self.peer), request=request.request))
 
+    def _models(self, request: m.Models) -> None:
+        self._answer(replace(self._backend.models(self.peer), request=request.request))
+
     def _statistics(self, request: m.Statistics) -> None:
         self._answer(replace(self._backend.statistics(), request=request.request))
 
@@ -330,6 +333,7 @@ _HANDLERS: dict[type, Callable[[Session, Any], None]] = {
     m.Timeline: Session._timeline,
     m.Devices: Session._devices,
     m.Memory: Session._memory_report,
+    m.Models: Session._models,
     m.Statistics: Session._statistics,
     m.Forget: Session._forget,
     m.Shutdown: Session._shutdown,
