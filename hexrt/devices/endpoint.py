@@ -47,8 +47,8 @@ MOST_OFFERED = 20
 SLACK_TOKENS, SLACK = 64, 4
 """Pieces beyond `max_tokens`, and how many times as many, after which a server is taken for one that never ends."""
 MAX_CHARACTERS = 8 << 20
-_pauses = wait_exponential_jitter(initial=0.25, max=10.0, jitter=0.25)
-_rests = wait_exponential_jitter(initial=0.5, max=30.0, jitter=0.5)
+_pauses = wait_exponential_jitter(multiplier=0.25, max=10.0, jitter=0.25)
+_rests = wait_exponential_jitter(multiplier=0.5, max=30.0, jitter=0.5)
 Sleep = Callable[[float], Awaitable[Any]]
 
 
