@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from hexrt.brain.engines import Engines
-from hexrt.brain.models import check_fits
 from hexrt.brain.queue import ReadyQueue
 from hexrt.brain.staging import Staging
 from hexrt.brain.view import Class, Device, class_of
@@ -80,8 +79,7 @@ class Brain:
             last = self._class_of(node, len(node.op.parts) - 1)
             if node.op.parts[-1].body is None:
                 self.engines.endpoints.check(node)
-                self.engines.loading.check(node, names := [d.name for d in self._devices(last)])
-                check_fits(node, self.engines.models, self.engines.keeper, names)
+                self.engines.loading.check(node, self.engines.keeper, [d.name for d in self._devices(last)])
             if (node.op.name, node.device, last) not in seen:
                 seen.add((node.op.name, node.device, last))
                 for part in range(len(node.op.parts)):

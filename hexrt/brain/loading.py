@@ -5,17 +5,18 @@ Owns the shelves. Called by `brain.engines`, which owns the entries; changes of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from hexrt.brain.entry import Entry
-from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource
+from hexrt.brain.models import PAGE_TOKENS, LoadedModel, ModelSource, check_fits
 from hexrt.brain.shelf import Refusal, Shelf, Stand, Want
 from hexrt.brain.view import Device
 from hexrt.errors import BadRequest, ErrorRecord, HexrtError
 from hexrt.llm.steps import resolve_model
+from hexrt.memory.keeper import Keeper
 from hexrt.protocol.host import HostFailed, HostFinished, LoadModel, UnloadModel
 from hexrt.workflow.graph import Node
 
@@ -61,8 +62,8 @@ class Loading:
             f"{shelf.budget_bytes // MIB} MiB together: raise {BUDGET_KEY}, or keep its weights in fewer bits"
         )
 
-    def check(self, node: Node, devices: Iterable[str]) -> None:
-        """Raises BadRequest, naming the step, where the weights of its model are more than any of these devices may have."""
+    def check(self, node: Node, keeper: Keeper, devices: Sequence[str]) -> None:
+        """Raises BadRequest, naming the step, where the weights of its model or the pages of its answer are more than any of these devices may have."""
         params: Any = node.params
         try:
             model = resolve_model(params.model, self._models)
@@ -71,6 +72,7 @@ class Loading:
         texts = [self.too_large(device, model) for device in devices]
         if texts and all(texts):
             raise BadRequest(str(texts[0]), f"steps.{node.id}.params.model")
+        check_fits(node, self._models, keeper, devices)
 
     def waits_for(self, device: str, entry: Entry) -> str:
         """What the tasks in `entry.waiting` wait for, and who holds it."""
