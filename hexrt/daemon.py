@@ -27,6 +27,7 @@ import uvloop
 import hexrt
 from hexrt.brain.decide import Brain
 from hexrt.brain.engines import Engines
+from hexrt.brain.sequences import Sharing
 from hexrt.brain.view import Device
 from hexrt.cli.settings import live_changes, load_config, socket_path, state_dir
 from hexrt.clock import SystemClock
@@ -87,7 +88,10 @@ class Daemon:
         sources = self._sources = {
             name: model_source(self._model_path(m.path), m) for name, m in self._models().items()
         }
-        engines = Engines(sources, keeper, config.cpu.token_budget, config.cpu.passes, weights_budgets(config.cpu))
+        sharing = Sharing(config.llm.share_prefixes, int(config.llm.hold_s * 1e9))
+        engines = Engines(
+            sources, keeper, config.cpu.token_budget, config.cpu.passes, weights_budgets(config.cpu), sharing
+        )
         self.brain = Brain(self.table, self.cost, engines)
         self.arenas = Arenas(config.memory, keeper, self._start_disk)
         self.tensors = Tensors(

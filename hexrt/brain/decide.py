@@ -61,6 +61,7 @@ class Brain:
         self.table = table
         self.cost = cost
         self.engines = engines
+        engines.expected_ns = lambda run, step: self._expected_ns(run.steps[step].node)
         self.staging = Staging(engines.keeper, table.holding)
         self.devices: dict[str, Device] = {}
         self._by_class: dict[Class, list[Device]] = {}
@@ -115,7 +116,7 @@ class Brain:
         for task in table.fresh:
             self._queue(task)
             if keeping and task.run.id in keeping:
-                self.engines.look_ahead(task.run)
+                self.engines.look_ahead(task.run, now_ns)
         table.fresh.clear()
         if self.staging.again:
             for task in self.staging.take_again():

@@ -6,25 +6,23 @@ share; what the engine reports is turned into events here. A sequence is named b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from hexrt.brain.ahead import steps_until
+from hexrt.brain.ahead import need_of
 from hexrt.brain.endpoints import Endpoints
 from hexrt.brain.entry import Entry
 from hexrt.brain.loading import Loading
 from hexrt.brain.models import PAGE_TOKENS, ModelSource
-from hexrt.brain.sequences import Key, heirs, input_of, key_of, parent_of
+from hexrt.brain.sequences import Key, Sharing, heirs, key_of, parent_of, request_for, root_of
 from hexrt.brain.view import Device
-from hexrt.core import TaskState
 from hexrt.errors import ErrorRecord, HexrtError
 from hexrt.events import Emitted, Event, Failed, Finished, Started
 from hexrt.llm.batch import Emitted as Tokens
 from hexrt.llm.batch import Ended, Engine, Outcome, Prefilled, Refused
-from hexrt.llm.sequence import SequenceRequest
-from hexrt.llm.steps import check_numerics, output_of_decode, output_of_prefill, request_of, resolve_model
+from hexrt.llm.steps import check_numerics, output_of_decode, output_of_prefill, resolve_model
 from hexrt.memory.keeper import Keeper
 from hexrt.memory.pool import Page
 from hexrt.protocol.host import Chunk, Chunked, Copied, FromHost, HostFailed, HostFinished
@@ -53,7 +51,7 @@ def tokens_of(chunk: Chunk) -> int:
 class Engines:
     def __init__(
         self, models: Mapping[str, ModelSource], keeper: Keeper, token_budget: int, passes: int,
-        weights: Mapping[str, int] | None = None,
+        weights: Mapping[str, int] | None = None, sharing: Sharing | None = None,
     ) -> None:  # fmt: skip
         """`weights`: bytes that all models on a device may take together, by device."""
         self.models = models
@@ -62,6 +60,9 @@ class Engines:
         keeper.when_freed.append(self._frames_freed)
         self._token_budget = token_budget
         self._passes = passes
+        self._sharing = sharing or Sharing()
+        # What a step of a run is expected to take, as the brain knows once it is there.
+        self.expected_ns: Callable[[Run, int], float] = lambda run, step: 0.0
         self._entries: dict[str, dict[str, Entry]] = {}
         self.keeping: set[bytes] = set()  # runs with kept sequences
         self._dropped: list[tuple[str, int]] = []  # (device, command) of tasks that ended
@@ -103,7 +104,7 @@ class Engines:
         assert entry.engine is not None
         key = key_of(task)
         try:
-            request = self._request(task, key)
+            request = request_for(task, root_of(task, entry.about, self._sharing))
             entry.engine.add(request, now_ns)
         except HexrtError as error:
             self._fail(task, error.record(), now_ns)
@@ -113,35 +114,18 @@ class Engines:
             entry.kept[key] = task.run, task.step.node.index
             self.keeping.add(task.run.id)
 
-    def _request(self, task: Task, key: Key) -> SequenceRequest:
-        """The sequence of a step, from what its tasks before this one gave and what it had answered before a restart."""
-        step, run = task.step, task.run
-        node = step.node
-        decode = step.tasks[key[2] + len(node.op.parts) - 1]
-        tokenised = step.tasks[key[2]].output if node.op.parts[0].body is not None else input_of(task, "prefix")
-        parent = parent_of(task)
-        return request_of(
-            node.op.name, node.params, tokenised, tuple(decode.answered or ()), key, parent, self._is_parent(run, task),
-            node.priority, "".join(decode.text or ()),
-        )  # fmt: skip
-
-    @staticmethod
-    def _is_parent(run: Run, task: Task) -> bool:
-        """Whether a step that has not ended continues from this one."""
-        return any(run.steps[index].state < TaskState.DONE for index in heirs(run, task.step.node.index))
-
-    def look_ahead(self, run: Run) -> None:
+    def look_ahead(self, run: Run, now_ns: int) -> None:
         """Something of the run became ready: what its kept sequences hold is read sooner than it was."""
         for entries in self._entries.values():
             for entry in entries.values():
                 for key, (of, index) in list(entry.kept.items()):
                     if of is run and entry.engine is not None:
-                        steps = steps_until(run, heirs(run, index))
-                        if steps is None:  # everything that could go on from it has ended
+                        need = need_of(run, heirs(run, index), self.expected_ns, now_ns, self._sharing.hold_ns)
+                        if need is None:  # everything that could go on from it has ended
                             del entry.kept[key]
                             entry.engine.release(key)
                         else:
-                            entry.engine.will_be_read(key, steps)
+                            entry.engine.will_be_read(key, need)
 
     def bring_ns(self, task: Task, device: str) -> int:
         """What it takes on a device to bring up the pages that the task's sequence goes on from; ELSEWHERE where they are not that device's."""
@@ -193,6 +177,10 @@ class Engines:
 
     def engines(self) -> Iterator[Engine]:
         return (e.engine for entries in self._entries.values() for e in entries.values() if e.engine is not None)
+
+    def holds_until_ns(self) -> int:
+        """When pages that are held for a conversation are let go; 0 where none are."""
+        return min((until for engine in self.engines() if (until := engine.holds_until_ns())), default=0)
 
     def holdings(self) -> Iterator[tuple[bytes, Sequence[Page]]]:
         """The pages of each sequence, by run."""
@@ -345,7 +333,9 @@ class Engines:
                 del self._entries[device][name]
                 continue
             entry.engine.device_lost()
-            self._entries[device][name] = Entry(entry.model, entry.engine, about=entry.about, kept=entry.kept, busy_ns=entry.busy_ns)
+            self._entries[device][name] = Entry(
+                entry.model, entry.engine, about=entry.about, kept=entry.kept, busy_ns=entry.busy_ns
+            )
 
     def _frames_freed(self) -> None:
         for engine in self.engines():
@@ -364,16 +354,16 @@ class Engines:
             task.pages_migrated += outcome.pages_loaded
             task.migration_bytes += outcome.pages_loaded * entry.page_bytes
             if node.op.parts[task.op_part].name == "prefill":
-                self._end(task, output_of_prefill(self._request(task, key)), outcome.start_ns, outcome.end_ns)
+                self._end(task, output_of_prefill(request_for(task)), outcome.start_ns, outcome.end_ns)
                 if task.op_part + 1 < len(node.op.parts):
                     entry.live[key] = None
                 else:
                     del entry.live[key]
         elif isinstance(outcome, Tokens):
-            self._events.append(Emitted(run.id, node.index, task.part, task.attempt, outcome.first, outcome.ids, outcome.text, at_ns))  # fmt: skip
+            self._events.append(Emitted(run.id, node.index, task.part, task.attempt, outcome.first, outcome.ids, outcome.text, at_ns, outcome.logprobs))  # fmt: skip
         elif isinstance(outcome, Ended):
             del entry.live[key]
-            output = output_of_decode(self._request(task, key), outcome)
+            output = output_of_decode(request_for(task), outcome)
             self._end(task, output, task.start_ns or outcome.start_ns, outcome.end_ns)
         else:
             del entry.live[key]
@@ -393,8 +383,9 @@ class Engines:
         self._events.append(Failed(task.run.id, task.step.node.index, task.part, task.attempt, task.device, task.start_ns or at_ns, at_ns, error))  # fmt: skip
 
     def statistics(self) -> dict[str, float]:
-        found = {f"memory_{n}": float(v) for n, v in msgspec.structs.asdict(self.keeper.statistics()).items()}
-        return self.endpoints.statistics() | found | {
+        moved = msgspec.structs.asdict(self.keeper.statistics())
+        found = self.endpoints.statistics() | {f"memory_{name}": float(value) for name, value in moved.items()}
+        return found | {
             f"{device}_{entry.model}_{name}": float(value)
             for device, entries in self._entries.items()
             for entry in entries.values()

@@ -167,6 +167,8 @@ class Service:
             self.owner.post(DeadlinePassed(run, step, at_ns))
         if self.owner.fleet is not None:
             self.owner.fleet.check_timeouts(now_ns)
+        if 0 < self._brain.engines.holds_until_ns() <= now_ns:
+            self.owner.wake()
         if self._table.open_runs:
             self.keep_time()
         else:
