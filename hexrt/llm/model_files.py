@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from hexrt.llm.gguf_folder import is_gguf
 from hexrt.llm.gguf_header import read_shape_meta
 from hexrt.llm.steps import DTYPE_BYTES
 
+T = TypeVar("T")
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 PACKED_BYTES = {"int8": 1.06, "int4": 0.65}
@@ -41,7 +42,14 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json, or what the GGUF file says instead. Raises OSError, ValueError (msgspec's and GgufFault are such) or HexrtError."""
     if is_gguf(path):
         return model_config(read_shape_meta(path), (), "float32")
-    return msgspec.json.decode(_read(path / "config.json"), type=dict[str, Any])
+    return _decoded(path / "config.json", dict[str, Any])
+
+
+def _decoded(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(_read(path), type=kind)
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
 
 
 def _read(path: Path) -> bytes:
@@ -59,7 +67,7 @@ def weight_files(path: Path) -> list[Path]:
     index = path / INDEX
     if not index.is_file():
         return sorted(path.glob("*.safetensors"))
-    shards = msgspec.json.decode(_read(index), type=_Index).weight_map.values()
+    shards = _decoded(index, _Index).weight_map.values()
     files = sorted({path / shard for shard in shards})
     for file in files:
         if file.parent != path:
