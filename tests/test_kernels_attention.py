@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hexrt.devices.places import anonymous  # noqa: E402
-from hexrt.errors import InvariantViolation, Unavailable  # noqa: E402
+from hexrt.errors import InvariantViolation  # noqa: E402
 from hexrt.kernels.attention import PassTensors, Reference, work  # noqa: E402
 from hexrt.kernels.build import levels  # noqa: E402
 from hexrt.kernels.native import load  # noqa: E402
@@ -24,6 +24,16 @@ PAGE = 16
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 3e-6, BF16: 2e-2, F16: 3e-3}
 LEVELS = [level.name for level in levels() if load(level.name).library is not None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is computed does not depend on it, and tests share the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason=f"no compiled kernels: {load().why}")
 
@@ -119,7 +129,7 @@ def test_every_pair_of_dtypes_gives_what_the_reference_gives(dtype: Any, page_dt
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dimension", [8, 16, 24, 64, 72, 80, 128, 200, 256])
+@pytest.mark.parametrize("dimension", [8, 24, 64, 80, 128, 200, 256])
 def test_every_head_dimension_gives_what_the_reference_gives(dimension: int, level: str) -> None:
     for page_dtype in (F32, BF16):
         for rows in (DECODE, MIXED):
@@ -127,24 +137,22 @@ def test_every_head_dimension_gives_what_the_reference_gives(dimension: int, lev
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads"), [(1, 1), (8, 8), (8, 4), (12, 3), (10, 2), (6, 1), (7, 1), (16, 2), (71, 1)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (8, 4), (12, 3), (10, 2), (7, 1), (71, 1)])
 def test_any_number_of_query_heads_share_a_kv_head(heads: int, kv_heads: int, level: str) -> None:
     for rows in (DECODE, MIXED):
         check(Shape(heads, kv_heads, 32), rows, level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("window", [None, 1, 15, 64, 100, 1000])
-@pytest.mark.parametrize("softcap", [None, 3.0, 50.0])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_windows_caps_and_sinks_are_those_of_the_reference(window: int | None, softcap: float | None, sinks: bool, level: str) -> None:  # fmt: skip
     for rows in (DECODE, MIXED):
         check(Shape(4, 2, 40, window=window, softcap=softcap, sinks=sinks), rows, level)
 
 
-@pytest.mark.parametrize("seed", seeds(20, 400))
+@pytest.mark.parametrize("seed", seeds(8, 400))
 def test_passes_drawn_at_random_give_what_the_reference_gives(seed: int) -> None:
     draw = random.Random(seed)
     kv_heads = draw.choice([1, 2, 3, 5])
@@ -153,8 +161,161 @@ def test_passes_drawn_at_random_give_what_the_reference_gives(seed: int) -> None
         draw.choice([F32, BF16, F16]), draw.choice([None, draw.randint(1, 500)]), draw.choice([None, 30.0]),
         draw.random() < 0.3, page=draw.choice([1, 5, 16, 16, 16, 32, 256]),
     )  # fmt: skip
-    rows = [(draw.randint(1, 900), 1) for _ in range(draw.randint(0, 64))]
+    rows = [(draw.randint(1, 900), 1) for _ in range(draw.choice([0, 1, 3, 8, 20, 64]))]
     for _ in range(draw.randint(0 if rows else 1, 3)):
         end = draw.randint(1, 600)
         rows.append((end, draw.randint(1, end)))
     check(shape, rows, draw.choice(LEVELS), seed)
+
+
+# --- what a kernel promises beside the numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_with_any_number_of_threads(level: str) -> None:
+    rows = [*DECODE, (520, 1), *MIXED]
+    case = make(Shape(), rows)
+    kernel = NativeAttention(load(level))
+    together = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        together.append(case.run(kernel))
+    torch.set_num_threads(1)
+    assert all(torch.equal(together[0], other) for other in together)
+    for row, (end, _) in enumerate(rows):
+        first, last = case.tensors.starts[row : row + 2].tolist()
+        alone = replace(
+            case, query=case.query[first:last], key=case.key[first:last], value=case.value[first:last],
+            tensors=PassTensors(
+                case.tensors.slots[first:last], case.tensors.tables[row : row + 1],
+                torch.tensor([0, last - first], dtype=torch.int32), torch.tensor([end], dtype=torch.int32),
+            ),
+        )  # fmt: skip
+        assert torch.equal(alone.run(kernel), together[0][first:last]), (row, end)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_prompt_has_the_same_bits_however_it_is_cut_into_slices(level: str) -> None:
+    case = make(Shape(page_dtype=BF16, window=120), [(333, 333)])
+    kernel = NativeAttention(load(level))
+    whole = case.run(kernel)
+    for cuts in ([0, 200, 333], [0, 7, 71, 135, 333], [0, 2, 331, 333]):
+        fresh = replace(case, arena=torch.zeros_like(case.arena))
+        found = []
+        for first, last in itertools.pairwise(cuts):
+            part = replace(
+                fresh, query=case.query[first:last], key=case.key[first:last], value=case.value[first:last],
+                tensors=PassTensors(
+                    case.tensors.slots[first:last], case.tensors.tables,
+                    torch.tensor([0, last - first], dtype=torch.int32), torch.tensor([last], dtype=torch.int32),
+                ),
+            )  # fmt: skip
+            found.append(part.run(kernel))
+        assert torch.equal(torch.cat(found), whole), cuts
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_spoils_its_own_row_alone_and_what_lies_behind_a_row_spoils_nothing(level: str, bad: float) -> None:  # fmt: skip
+    rows = [(300, 1), (301, 1), (17, 1), (90, 40), (91, 40)]
+    case = make(Shape(), rows)
+    clean = case.run(NativeAttention(load(level)))
+    used = torch.zeros(case.arena.shape[0], PAGE, dtype=torch.bool)
+    for row, (end, _) in enumerate(rows):
+        for position in range(end):
+            used[case.tensors.tables[row, position // PAGE], position % PAGE] = True
+    frame, token = (~used).nonzero(as_tuple=True)
+    case.arena[frame, :, :, token] = bad
+    assert torch.equal(case.run(NativeAttention(load(level))), clean), "past the ends, and in frames of others"
+    for row in (1, 3):
+        case.arena[case.tensors.tables[row, 1], 1, :, 3, 2, 5] = bad  # KV head 2: query heads 6 .. 8
+    spoiled = ~case.run(NativeAttention(load(level))).isfinite().all(-1)
+    expected = torch.zeros_like(spoiled)
+    expected[1, 6:] = expected[3:43, 6:] = True
+    assert torch.equal(spoiled, expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_frames_beyond_four_gibibytes_are_reached(level: str) -> None:
+    shape = Shape(4, 2, 64, page_dtype=BF16)
+    frame_bytes = shape.layers * 2 * PAGE * shape.kv_heads * shape.dimension * 2
+    frames = (9 << 30) // frame_bytes
+    memory = torch.frombuffer(memoryview(anonymous(9 << 30)), dtype=torch.uint8)  # taken as it is touched
+    case = make(shape, [(40, 1), (35, 20)])
+    far = replace(case, arena=memory.view(BF16).view(frames, *case.arena.shape[1:]), tensors=PassTensors(
+        case.tensors.slots + (frames - 16) * PAGE,
+        torch.where(case.tensors.tables < 0, -1, case.tensors.tables + frames - 16),
+        case.tensors.starts, case.tensors.ends, case.tensors.longest,
+    ))  # fmt: skip
+    assert len(case.arena) <= 16
+    far.arena[frames - 16 : frames - 16 + len(case.arena)] = case.arena
+    kernel = NativeAttention(load(level))
+    assert torch.equal(far.run(kernel), case.run(kernel))
+    assert torch.equal(far.arena[frames - 16 : frames - 16 + len(case.arena)], case.arena)
+
+
+@pytest.mark.parametrize(
+    "kernel", [Reference(), *(NativeAttention(load(level)) for level in LEVELS)], ids=lambda k: k.name
+)
+def test_rows_that_fill_up_a_pass_write_nothing_and_give_zeros(kernel: Any) -> None:
+    case = make(Shape(), [(20, 1), (33, 1), (16, 1)])
+    case.tensors.ends[1] = 0
+    case.tensors.slots[1] = -1
+    case.tensors.tables[1] = -7
+    before = case.arena.clone()
+    out = case.run(kernel)
+    assert not out[1].any() and out[0].any() and out[2].any()
+    changed = (case.arena != before).flatten(4).any(-1)[:, 1, 0].nonzero().tolist()
+    assert sorted(f * PAGE + t for f, t in changed) == sorted(case.tensors.slots[[0, 2]].tolist())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("field", "index", "value", "words"),
+    [
+        ("starts", 2, 9, "rows do not follow"),
+        ("starts", 1, -1, "rows do not follow"),
+        ("ends", 0, 50, "longer than its table"),
+        ("ends", 1, 1, "longer than its table"),
+        ("tables", (0, 1), 99, "a frame is not there"),
+        ("tables", (0, 0), -1, "a frame is not there"),
+        ("slots", 0, 1 << 40, "a slot is not there"),
+    ],
+)
+def test_a_pass_that_points_outside_its_memory_is_refused_with_nothing_touched(field: str, index: Any, value: int, words: str, level: str) -> None:  # fmt: skip
+    case = make(Shape(), [(20, 1), (33, 5)])
+    getattr(case.tensors, field)[index] = value
+    before = case.arena.clone()
+    with pytest.raises(InvariantViolation, match=words):
+        case.run(NativeAttention(load(level)))
+    assert torch.equal(case.arena, before)
+
+
+def test_tensors_that_do_not_fit_each_other_are_refused() -> None:
+    case = make(Shape(), [(20, 1), (33, 5)])
+    wrong = [
+        replace(case, key=case.key[:, :2]), replace(case, query=case.query.double()), replace(case, value=case.value[1:]),
+        replace(case, query=case.query.transpose(1, 2).contiguous().transpose(1, 2)),
+        replace(case, tensors=replace(case.tensors, slots=case.tensors.slots.int())),
+        replace(case, tensors=replace(case.tensors, ends=case.tensors.ends[:1])),
+    ]  # fmt: skip
+    for other in wrong:
+        with pytest.raises(InvariantViolation, match="do not fit"):
+            other.run(NativeAttention())
+
+
+def test_the_choice_of_a_kernel_says_why_it_is_not_the_best() -> None:
+    kernel, why = choose(F32, BF16, 64)
+    assert (kernel.name, why) == (f"compiled, {LEVELS[0]}", "")
+    kernel, why = choose(F32, F32, 512)
+    assert (kernel.name, why) == ("plain torch", "heads of 512 are longer than 256")
+    kernel, why = choose(torch.float64, F32, 64)
+    assert (kernel.name, why) == ("plain torch", "numbers are torch.float64 in torch.float32 pages")
+
+
+def test_the_work_of_a_pass_counts_what_rows_see_and_moves() -> None:
+    decode = work([(512, 1)], 9, 3, 64, 4, 4)
+    assert decode.flops == 4 * 512 * 9 * 64
+    assert decode.bytes == 513 * 2 * 3 * 64 * 4 + 2 * 12 * 64 * 4
+    assert work([(4, 4)], 1, 1, 8, 2, 4).flops == 4 * (1 + 2 + 3 + 4) * 8
+    assert work([(512, 1)], 9, 3, 64, 4, 4, window=100).flops == 4 * 100 * 9 * 64

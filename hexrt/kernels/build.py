@@ -120,9 +120,9 @@ def _compile(compiler: list[str], level: Level, sources: Sequence[Path], folder:
         partial.unlink(missing_ok=True)
 
 
-def main() -> int:
+def main(folder: Path = OBJECTS) -> int:
     try:
-        made = build()
+        made = build(folder)
     except BuildError as error:
         print(f"kernels: {error}\nkernels: the plain torch ones are used", file=sys.stderr)
         return 0
