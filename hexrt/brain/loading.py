@@ -69,6 +69,8 @@ class Loading:
             model = resolve_model(params.model, self._models)
         except HexrtError:
             return  # said by the step's first part
+        if self._models[model].endpoint:
+            return
         texts = [self.too_large(device, model) for device in devices]
         if texts and all(texts):
             raise BadRequest(str(texts[0]), f"steps.{node.id}.params.model")

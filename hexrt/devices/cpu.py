@@ -194,7 +194,7 @@ class CpuProgram(HostProgram):
             report = self._failure(message, start, error)
             error.__traceback__ = error.__cause__ = error.__context__ = None  # their frames hold what was loaded
         if isinstance(message, LoadModel) and isinstance(report, HostFailed):
-            give_back()
+            give_back(not self._models)
         if report is not None:
             self._post(report)
 
@@ -216,7 +216,7 @@ class CpuProgram(HostProgram):
         if isinstance(message, UnloadModel):
             start = monotonic_ns()
             self._models.pop(message.model, None)
-            give_back()
+            give_back(not self._models)
             return HostFinished(message.command, 0, start, monotonic_ns(), msgspec.Raw(b"\xc0"))
         engine = self._models.get(message.model)
         if engine is None:

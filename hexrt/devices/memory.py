@@ -10,9 +10,14 @@ ALLOCATOR = ("can't allocate memory", "not enough memory", "Cannot allocate memo
 """What torch and the C library say; the first is a plain RuntimeError of torch's."""
 
 
-def give_back() -> None:
-    """To the system, what no object holds any more. Takes tens of milliseconds."""
+def give_back(rest_stays: bool) -> None:
+    """To the system, what no object holds any more. Takes tens of milliseconds.
+
+    `rest_stays`: what is there now is there for good, and later calls need not look through it again.
+    """
     gc.collect()
+    if rest_stays:
+        gc.freeze()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
