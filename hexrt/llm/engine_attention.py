@@ -175,8 +175,7 @@ def paged_attention(
     """
     plan, layer = hexrt_pages, module.layer_idx
     if isinstance(plan, PagedPass):
-        if attention_mask is not None:
-            raise Unavailable("it brings an attention mask of its own, which pages do not do")
+        _check_pages(plan.arena, query, key, value, attention_mask)
         queries = query[0].transpose(0, 1)
         result = torch.empty_like(queries, memory_format=torch.contiguous_format)
         plan.attend(
@@ -233,6 +232,19 @@ def _prefill(
         scale=scaling,
     )  # fmt: skip
     return out.permute(2, 1, 0, 3)
+
+
+def _check_pages(arena: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    kv_heads, dimension = arena.shape[4:]
+    for name, given in (("keys", key), ("values", value)):
+        if (given.shape[1], given.shape[3]) != (kv_heads, dimension):
+            raise Unavailable(
+                f"its {name} are {given.shape[1]} heads of {given.shape[3]}, its pages {kv_heads} of {dimension}"
+            )
+    if query.shape[1] % kv_heads:
+        raise Unavailable(f"its {query.shape[1]} heads do not share {kv_heads} heads of keys evenly")
+    if mask is not None:
+        raise Unavailable("it brings an attention mask of its own, which pages do not do")
 
 
 def _check_kind(
