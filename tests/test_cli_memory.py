@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hexrt.cli.counters import ENGINE, MEMORY, meaning
+from hexrt.cli.counters import ENDPOINT, ENGINE, MEMORY, meaning
 from hexrt.cli.machine import about, facts_text
 from hexrt.cli.memory import count, print_report, size
 from hexrt.cli.output import plain
 from hexrt.client import AsyncClient
 from hexrt.core import Peer, RunState
+from hexrt.llm.endpoint import EndpointStatistics
 from hexrt.llm.outcome import EngineStatistics
 from hexrt.memory.traffic import TrafficStatistics
 from hexrt.protocol import messages as m
@@ -120,6 +121,8 @@ def test_a_device_whose_memory_is_in_trouble_says_so_first() -> None:
 def test_every_counter_of_memory_and_engines_has_words() -> None:
     assert tuple(MEMORY) == TrafficStatistics.__struct_fields__
     assert tuple(ENGINE) == EngineStatistics.__struct_fields__
+    assert tuple(ENDPOINT) == EndpointStatistics.__struct_fields__
+    assert meaning("endpoint:far_answers") == "answers that the server gave (the server of far)"
     assert meaning("memory_loaded_pages") == MEMORY["loaded_pages"]
     assert meaning("cpu:0_smol_lm_frames_free") == "of those, the free ones, now (smol_lm on cpu:0)"
     assert meaning("done_pool:0") == "tasks that ended on pool:0"

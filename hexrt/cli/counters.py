@@ -49,10 +49,15 @@ ENGINE = {
     "dropped_sequences": "retained sequences that gave way",
     "preemptions": "sequences stopped for more urgent ones",
     "holds": "retained sequences whose pages were pinned while a step ran",
-    "answers": "answers that a server gave",
-    "failures": "requests that a server did not answer",
 }
-_SUFFIXES = sorted(ENGINE.items(), key=lambda item: -len(item[0]))  # `frames_free` before what it ends in
+ENDPOINT = {
+    "live": "requests that are with the server, now",
+    "prompt_tokens": "prompt tokens, as the server counts them",
+    "answer_tokens": "tokens answered",
+    "answers": "answers that the server gave",
+    "failures": "requests that the server did not answer",
+}
+SERVED = "endpoint:"
 
 
 def meaning(name: str) -> str:
@@ -63,8 +68,16 @@ def meaning(name: str) -> str:
         return f"tasks that ended on {name.removeprefix('done_')}"
     if name.startswith("memory_"):
         return MEMORY.get(name.removeprefix("memory_"), "")
-    for suffix, text in _SUFFIXES:
-        if name.endswith(f"_{suffix}"):
-            device, _, model = name.removesuffix(f"_{suffix}").partition("_")
-            return f"{text} ({model} on {device})"
-    return ""
+    if name.startswith(SERVED):
+        return _of_model(name, ENDPOINT, "the server of {model}")
+    return _of_model(name, ENGINE, "{model} on {device}")
+
+
+def _of_model(name: str, counters: dict[str, str], whose: str) -> str:
+    """Of a counter DEVICE_MODEL_COUNTER or endpoint:MODEL_COUNTER."""
+    found = [counter for counter in counters if name.endswith(f"_{counter}")]
+    if not found:
+        return ""
+    counter = max(found, key=len)  # `frames_free` before what it ends in
+    device, _, model = name.removesuffix(f"_{counter}").partition("_")
+    return f"{counters[counter]} ({whose.format(model=model or device.removeprefix(SERVED), device=device)})"
