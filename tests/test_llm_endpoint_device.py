@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hexrt.protocol.host import Grammar
 from tests.endpoint_server import (
     DONE,
     Play,
+    Scripted,
     answer,
     ask,
     chat,
@@ -30,6 +32,7 @@ from tests.endpoint_server import (
     stream_head,
     usage,
 )
+from tests.seeds import seeds
 from tests.serving import on_uvloop
 
 pytestmark = pytest.mark.timeout(60)
@@ -289,3 +292,41 @@ def test_a_retry_after_is_seconds_or_a_date_and_never_for_ever() -> None:
     assert [pause_of(h) for h in ("3", "", "soon", "-1", "99999999")] == [3.0, 0.0, 0.0, 0.0, 300.0]
     assert pause_of("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     assert pause_of("Wed, 21 Oct 2099 07:28:00 GMT") == 300.0
+
+
+def unsteady(words: list[str], chance: random.Random) -> Play:
+    """Goes on from the text that it is given, and at each word may let go, hang up with an error, or be busy."""
+
+    async def play(server: Scripted, writer: asyncio.StreamWriter) -> None:
+        server.script.append(play)
+        (*_, last) = server.requests[-1][2]["messages"]
+        begun = len(last["content"].split(",")) - 1 if last["role"] == "assistant" else 0
+        limit = server.requests[-1][2]["max_tokens"]
+        if chance.random() < 0.2:
+            writer.write(response(chance.choice((429, 502, 503, 504)), b"", connection="close"))
+            return
+        writer.write(stream_head())
+        for word in words[begun : begun + limit]:
+            if chance.random() < 0.1:
+                if chance.random() < 0.5:
+                    writer.write(event({"error": {"code": 503, "message": "later"}}))
+                return
+            writer.write(chat(word))
+        whole = len(words[begun:]) <= limit
+        writer.writelines([chat("", "stop" if whole else "length"), usage(3, min(limit, len(words[begun:]))), DONE])
+
+    return play
+
+
+@pytest.mark.parametrize("seed", seeds(20, 2_000))
+@on_uvloop
+async def test_whatever_breaks_off_where_the_answer_is_the_same_and_each_word_is_said_once(seed: int) -> None:
+    chance = random.Random(seed)
+    words = [f"{n}," for n in range(chance.randrange(1, 60))]
+    limit = chance.randrange(1, 60)
+    async with scripted(unsteady(words, chance)) as server, rig(server.port, tries=100) as here:
+        ended = await here.answer(ask(max_tokens=limit))
+        assert isinstance(ended, Answered), ended
+        assert here.text == "".join(words[:limit]) and ended.answer_tokens == min(limit, len(words))
+        if len(words) != limit:
+            assert ended.finish == ("stop" if len(words) < limit else "length")

@@ -24,7 +24,7 @@ from tenacity.wait import wait_exponential_jitter
 from hexrt.config import Model
 from hexrt.devices.body import describe
 from hexrt.devices.endpoint_http import STREAM, EndpointHttp, words
-from hexrt.errors import HexrtError, Overloaded, TaskFailed, Unavailable
+from hexrt.errors import HexrtError, Overloaded, TaskFailed
 from hexrt.llm.endpoint import Abort, Answered, Ask, Broke, EndpointReport, Said, Seen
 from hexrt.llm.endpoint_wire import (
     Dialect,
@@ -275,7 +275,7 @@ class EndpointDevice:
                         self._tell(reachable=False, why=again.error.message)
                         raise
         except Exception as error:  # border of a task
-            self._tell(reachable=not isinstance(error, Unavailable), why=describe(error).message)
+            self._tell(reachable=False, why=describe(error).message)
 
 
 def why_of(error: httpx.TransportError) -> str:
