@@ -7,69 +7,68 @@ if the probe finds that our attention is called once a layer and that the logits
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hexrt.errors import OutOfMemory
-from hexrt.llm.engine_attention import Row, Scratch, plan_pass, view_pages
+from hexrt.kernels.native_attention import choose
+from hexrt.llm.engine_attention import PagedPass, view_pages
 from hexrt.llm.engine_load import end_tokens, load_weights, read_shape
-from hexrt.llm.engine_probe import probe
+from hexrt.llm.engine_pass import Pass, PassBuffers, Row
+from hexrt.llm.engine_probe import load_proven, no_levers
+from hexrt.llm.engine_sampling import Drawn, sample
 
 FRAME_STEP = 4096
 """Frames begin at multiples of it: disks and page tables want that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One sequence's tokens in a pass. `draws`: the logits after its last token are wanted."""
-
-    ids: Sequence[int]
-    row: Row
-    draws: bool
-
-
 class PagedModel:
     """A causal language model whose K and V live in frames of `arena`, one every `page_bytes`."""
 
-    def __init__(self, name: str, folder: Path, dtype: str, memory: memoryview, page_tokens: int) -> None:
+    def __init__(
+        self, name: str, folder: Path, dtype: str, memory: memoryview, page_tokens: int, weights: str = "as_dtype",
+        kv_dtype: str = "", threads: int = 0,
+    ) -> None:  # fmt: skip
         """`memory`: all of the arena, writable; none of it is touched here. Raises Unavailable or OutOfMemory, naming the model, where it cannot be served."""
         self.name = name
+        self.dtype, self.weights, self.kv_dtype, self.threads = dtype, weights, kv_dtype or dtype, threads
         self.page_tokens = page_tokens
         self.shape = read_shape(name, folder)
-        self.page_bytes = -(-self.shape.page_bytes(dtype, page_tokens) // FRAME_STEP) * FRAME_STEP
+        self.page_bytes = -(-self.shape.page_bytes(self.kv_dtype, page_tokens) // FRAME_STEP) * FRAME_STEP
         self.frames = len(memory) // self.page_bytes
         if self.frames < 1:
             raise OutOfMemory(f"the arena's {len(memory)} bytes hold no page of {name!r}, which has {self.page_bytes}")
-        self.module = load_weights(name, folder, dtype)
-        self.eos = end_tokens(self.module)
+        self.module: Any = None
         page = (self.shape.layers, 2, page_tokens, self.shape.kv_heads, self.shape.head_dim)
         whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.frames * self.page_bytes)
-        self.arena = view_pages(whole, getattr(torch, dtype), self.page_bytes, page)
-        self._scratch = Scratch(self.arena)
-        probe(self, dtype == "float32")
-
-    def forward(self, work: Sequence[Work]) -> Tensor:
-        """Logits, float32 [rows that draw, vocabulary]. `work` is ordered: single tokens by length first, then slices."""
-        return self.run_over(work, self.arena)[0]
+        self.arena = view_pages(whole, getattr(torch, self.kv_dtype), self.page_bytes, page)
+        self.attend, self.attend_why = choose(getattr(torch, dtype), self.arena.dtype, self.shape.head_dim)
+        self.buffers = PassBuffers(self.arena.device, self.shape.vocabulary, page_tokens)
+        self.levers = load_proven(self, partial(load_weights, name, folder, dtype), no_levers)
+        self.eos = end_tokens(self.module)
 
     @torch.inference_mode()
-    def run_over(self, work: Sequence[Work], arena: Tensor) -> tuple[Tensor, list[int]]:
-        ids = [token for item in work for token in item.ids]
-        positions = [position for item in work for position in range(item.row.start, item.row.end)]
-        keep, end = [], 0
-        for item in work:
-            end += item.row.count
-            if item.draws:
-                keep.append(end - 1)
-        plan = plan_pass(arena, self._scratch, [item.row for item in work], self.shape.context_tokens)
+    def step(self, inputs: Pass) -> Drawn:
+        """One pass and its draws: a function of the buffers alone, with nothing read by the host, so that a decode pass can be captured."""
+        return sample(self.logits(inputs, self.arena)[0], inputs.draws)
+
+    def logits(self, inputs: Pass, arena: Tensor) -> tuple[Tensor, list[int]]:
+        """Logits, float32 [draws, vocabulary], and the layers as they called the attention."""
+        pages = PagedPass(arena, inputs.tensors, self.attend, self.shape.context_tokens)
         out = self.module(
-            input_ids=torch.tensor([ids]),
-            position_ids=torch.tensor([positions]),
+            input_ids=inputs.ids,
+            position_ids=inputs.positions,
             use_cache=False,
-            logits_to_keep=torch.tensor(keep, dtype=torch.long),
-            hexrt_pages=plan,
+            logits_to_keep=inputs.keep,
+            hexrt_pages=pages,
         )
-        return out.logits[0].float(), plan.layers
+        return out.logits[0].float(), pages.layers
+
+    @torch.inference_mode()
+    def run_over(self, rows: Sequence[Row], arena: Tensor) -> tuple[Tensor, list[int]]:
+        """The logits of a pass over pages of another arena, for the load probe."""
+        return self.logits(self.buffers.fill(rows), arena)

@@ -20,32 +20,48 @@ class Detokeniser:
     `decode` is asked for the last few ids only: those since the last piece, after those of the piece before for context.
     """
 
-    __slots__ = ("_context", "_decode", "_given", "_ids")
+    __slots__ = ("_before", "_context", "_decode", "_given", "_ids")
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
         self._context = 0  # _ids[_context:_given] is the text of the last piece
         self._given = 0
+        self._before = ""  # that text
 
     def push(self, token: int) -> str:
         """The text that became certain with this id; empty in the middle of a character."""
         self._ids.append(token)
         return self._take(whole=False)
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """What pushing one after the other gives, in one piece and mostly with one decoding."""
+        if len(tokens) < 2:
+            return "".join(map(self.push, tokens))
+        begin = len(self._ids)
+        self._ids.extend(tokens)
+        text = self._decode(self._ids[self._context :])
+        if UNFINISHED not in text and len(text) > len(self._before):
+            return self._give(text)
+        del self._ids[begin:]  # where a character ends, and what counts as one, is seen id by id
+        return "".join(map(self.push, tokens))
+
     def flush(self) -> str:
         """The text of what is left, unfinished characters as U+FFFD."""
         return self._take(whole=True)
 
     def _take(self, whole: bool) -> str:
-        before = self._decode(self._ids[self._context : self._given])
         text = self._decode(self._ids[self._context :])
         if not whole and text.endswith(UNFINISHED) and len(self._ids) - self._given < MOST_HELD:
             return ""
-        if len(text) <= len(before):
-            return ""
+        return self._give(text) if len(text) > len(self._before) else ""
+
+    def _give(self, text: str) -> str:
+        """Gives out all of `text`, which begins with the piece before."""
+        new = text[len(self._before) :]
         self._context, self._given = self._given, len(self._ids)
-        return text[len(before) :]
+        self._before = self._decode(self._ids[self._context :])
+        return new
 
 
 class StopCutter:
@@ -87,11 +103,12 @@ class StopCutter:
 class AnswerText:
     """The text of one answer under its stop strings."""
 
-    __slots__ = ("_cutter", "_detokeniser")
+    __slots__ = ("_cutter", "_detokeniser", "has_stops")
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._detokeniser = Detokeniser(decode)
         self._cutter = StopCutter(stops)
+        self.has_stops = bool(stops)
 
     @property
     def stopped(self) -> bool:
@@ -99,6 +116,12 @@ class AnswerText:
 
     def push(self, token: int) -> str:
         return self._cutter.push(self._detokeniser.push(token))
+
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """As `push`, for many at once; with stop strings, in which the very token counts, it does not say at which they stopped."""
+        if self.has_stops:
+            return "".join(map(self.push, tokens))
+        return self._detokeniser.push_all(tokens)
 
     def flush(self) -> str:
         """The rest, at the end of the answer. A stop string that only the rest completes still cuts."""
