@@ -59,6 +59,7 @@ LAYERS: dict[str, float] = {
     "hexrt.llm.progress": 4.1,
     "hexrt.llm.pages": 4.1,
     "hexrt.llm.chunk": 4.1,
+    "hexrt.llm.engine_grammar": 4.1,
     "hexrt.llm.sequence": 4.0,
     "hexrt.llm.outcome": 4.0,
     "hexrt.llm.steps": 4.1,
