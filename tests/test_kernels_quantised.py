@@ -58,6 +58,18 @@ def test_a_packed_weight_is_near_its_numbers_and_packing_it_again_changes_nothin
         assert torch.equal(unpack(pack(found, kind)), found)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_pack_to_the_same_bits_as_torch(kind: str) -> None:
+    for level in needs_kernels():
+        for rows, columns in SHAPES:
+            for size in (1.0, 1e-6, 300.0):
+                weight = weights(rows, columns, 7) * size
+                weight[0, :32] = 0.25
+                assert torch.equal(pack(weight, kind, level).panels, pack(weight, kind, "no such level").panels)
+        many = weights(4100, 32)
+        assert torch.equal(pack(many, kind, level).panels, pack(many, kind, "no such level").panels)
+
+
 def test_int4_takes_five_bits_a_weight_and_int8_eight_and_a_half() -> None:
     assert panel_bytes("int4", 1024) * 8 == 5 * 16 * 1024
     assert panel_bytes("int8", 1024) * 8 == 8.5 * 16 * 1024

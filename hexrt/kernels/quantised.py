@@ -80,15 +80,21 @@ def panel_bytes(kind: str, columns: int) -> int:
     return columns * PANEL * (2 if kind == "bfloat16" else 4)
 
 
-def pack(weight: Tensor, kind: str) -> Packed:
+def pack(weight: Tensor, kind: str, level: str = "") -> Packed:
     """Rounds `weight` [rows, columns] to `kind` and lays it out. Rows need not be a multiple of anything; columns see `can_pack`."""
     rows, columns = weight.shape
     assert can_pack(rows, columns), f"{rows} x {columns} cannot be packed"
-    panels = torch.empty((-(-rows // PANEL), panel_bytes(kind, columns)), dtype=torch.uint8)
+    size, library = panel_bytes(kind, columns), kernels(level)
+    panels = torch.empty((-(-rows // PANEL), size), dtype=torch.uint8)
     for first in range(0, rows, PACK_ROWS):
-        part = weight[first : first + PACK_ROWS].float()
-        part = functional.pad(part, (0, 0, 0, -len(part) % PANEL))
-        panels[first // PANEL : (first + len(part)) // PANEL] = _PACKERS[kind](part)
+        part = weight[first : first + PACK_ROWS].float().contiguous()
+        into = panels[first // PANEL : -(-(first + len(part)) // PANEL)]
+        if library is None:
+            into[:] = _PACKERS[kind](functional.pad(part, (0, 0, 0, -len(part) % PANEL)))
+        else:
+            library.hx_pack(
+                KINDS[kind], len(part), columns, size, part.data_ptr(), into.data_ptr(), torch.get_num_threads()
+            )
     return Packed(kind, rows, columns, panels)
 
 
@@ -141,7 +147,8 @@ def _unpack_int4(panels: Tensor, columns: int) -> Tensor:
     q = torch.stack([words & 15, words >> 4]).permute(1, 4, 2, 3, 0, 5).reshape(len(panels) * PANEL, -1, BLOCK)
     numbers = parts[..., 256:].contiguous().view(torch.float16).view(len(panels), -1, 2, PANEL).permute(2, 0, 3, 1)
     scale, minimum = numbers.reshape(2, len(q), -1, 1).float()
-    return (q * scale + minimum).view(len(q), columns)
+    out: Tensor = q * scale + minimum
+    return out.view(len(q), columns)
 
 
 def _pack_int8(weight: Tensor) -> Tensor:
@@ -200,7 +207,8 @@ def kernels(level: str = "") -> Any:
     library.hx_linear_run.argtypes = (pointer, pointer, number, pointer, pointer, ctypes.c_int)
     library.hx_unpack_rows.argtypes = (pointer, pointer, number, pointer)
     library.hx_unpack_bf16.argtypes = (pointer, pointer, ctypes.c_int)
-    for name in ("hx_linear_run", "hx_unpack_rows", "hx_unpack_bf16"):
+    library.hx_pack.argtypes = (number, number, number, number, pointer, pointer, ctypes.c_int)
+    for name in ("hx_pack", "hx_linear_run", "hx_unpack_rows", "hx_unpack_bf16"):
         getattr(library, name).restype = None
     return library
 
@@ -208,9 +216,7 @@ def kernels(level: str = "") -> Any:
 @cache
 def multiplies_bf16() -> bool:
     """Whether this processor has instructions for it."""
-    return torch.backends.mkldnn.is_available() and (
-        bool(torch.cpu._is_amx_tile_supported()) or bool(torch.cpu._is_avx512_bf16_supported())
-    )
+    return bool(torch.cpu._is_amx_tile_supported()) or bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def describe(packed: Packed, bias: Tensor | None) -> Linear:
