@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from hexrt.brain.decide import Brain, Commands
-from hexrt.brain.engines import Engines
+from hexrt.brain.engines import CHUNK_NS, Engines
 from hexrt.brain.models import ModelSource
 from hexrt.brain.shelf import AGAIN_NS
 from hexrt.brain.view import Device
+from hexrt.config import Cpu
 from hexrt.core import DeviceKind, TaskState
 from hexrt.errors import BadRequest, ErrorRecord
 from hexrt.events import CancelRequested, Failed
@@ -30,6 +32,7 @@ from hexrt.protocol.host import (
 )
 from hexrt.runtime.answers import status_of
 from hexrt.runtime.entities import Run
+from hexrt.runtime.weights import weights_budgets
 from hexrt.scheduling.cost import CostModel
 from hexrt.workflow.check import GraphLimits, check_workflow
 from hexrt.workflow.model import Workflow
@@ -288,3 +291,29 @@ def test_what_waits_for_a_model_is_cancelled_at_once() -> None:
     assert run.steps[0].tasks[0].state is TaskState.CANCELLED
     host.serve(load)
     assert host.run() == "" and host.brain.engines.loading.shelf("cpu:0").used_bytes == 6 * MIB
+
+
+def test_a_model_that_a_server_answers_for_takes_no_weights_anywhere() -> None:
+    host = Host(a=6)
+    host.brain.engines.loading._models = {
+        "far": ModelSource("", "float32", weight_bytes=99 * MIB, endpoint="http://h/v1")
+    }
+    graph = check_workflow(run_of(s=decode(model="far")), OPS, GraphLimits(), 600.0)
+    host.brain.engines.loading.check(graph.nodes[0], host.brain.engines.keeper, ["endpoint:far"])
+    assert host.brain.engines.loading.devices == ["cpu:0"]
+
+
+def test_the_budget_is_what_the_config_says_or_half_of_the_machines_memory() -> None:
+    total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
+    assert weights_budgets(Cpu(weights_mib=3)) == {"cpu:0": 3 * MIB}
+    assert weights_budgets(Cpu()) == {"cpu:0": pytest.approx(total / 2, abs=8192)}
+    assert weights_budgets(Cpu(enabled=False)) == {}
+
+
+def test_a_host_that_does_not_end_unloading_is_taken_for_hung() -> None:
+    host = Host(a=6, b=6)
+    host.submit(s=decode())
+    host.run()
+    host.submit(s=decode(model="b"))
+    (unload,) = [m for m in host.decide().send["cpu:0"] if isinstance(m, UnloadModel)]
+    assert host.brain.engines.limit_ns("cpu:0", unload.command) == CHUNK_NS

@@ -138,7 +138,14 @@ def test_where_models_lie_is_told_to_admins_alone() -> None:
         "e": ModelSource("", "float32", endpoint="http://me:word@10.0.0.7:8000/secret/v1", concurrency=4),
     }
     host.brain.engines.loading._models = host.brain.engines.models
-    server = Device("endpoint:e", DeviceKind.POOL, 4, "endpoint:e", ready=True, facts={"url": "x", "why": "HTTP 503"})
+    server = Device(
+        "endpoint:e",
+        DeviceKind.POOL,
+        4,
+        "endpoint:e",
+        ready=True,
+        facts={"url": "x", "why": "HTTP 503", "reachable": False},
+    )
     host.brain.add_device(server)
     full = {model.name: model for model in models_of(host.brain, host.now, True).models}
     assert {n: (f.kind, f.source, f.kv_dtype) for n, f in full.items()} == {
@@ -146,7 +153,7 @@ def test_where_models_lie_is_told_to_admins_alone() -> None:
         "g": ("gguf", "/srv/secret/g.gguf", "float16"),
         "e": ("endpoint", "http://10.0.0.7:8000/secret/v1", ""),
     }
-    assert full["e"].places == (ModelPlace("endpoint:e", "ready", "HTTP 503", limit=4),)
+    assert full["e"].places == (ModelPlace("endpoint:e", "unreachable", "HTTP 503", limit=4),)
     told = models_of(host.brain, host.now, False)
     assert [model.source for model in told.models] == ["a", "g.gguf", "10.0.0.7:8000"]
     assert b"secret" not in msgspec.msgpack.encode(told) and b"word" not in msgspec.msgpack.encode(told)

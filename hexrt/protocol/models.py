@@ -11,7 +11,7 @@ class ModelPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A model on one device, or with the server that answers for it."""
 
     device: str
-    state: str  # unloaded, waiting (for room), loading, loaded, draining, unloading, refused; of the device: starting, ready, lost
+    state: str  # unloaded, waiting (for room), loading, loaded, draining, unloading, refused; of a server or device: ready, unreachable, starting, lost
     why: str = ""  # it is refused, drains, or its device is lost
     weight_bytes: int = 0  # that it takes there now
     live: int = 0  # sequences that are computed

@@ -109,6 +109,9 @@ def _served(name: str, source: ModelSource, brain: Brain, is_admin: bool) -> Mod
     if device is not None:
         state, why = _state_of(device)
         why = why or str(device.facts.get("why", ""))
+        state = "unreachable" if state == "ready" and device.facts.get("reachable") is False else state
         places = (ModelPlace(device.name, state, why[:MOST_WHY], live=len(device.window), limit=source.concurrency),)
-    facts = {key: value for key, value in device.facts.items() if key not in ("url", "why")} if device else {}
+    facts = (
+        {key: value for key, value in device.facts.items() if key not in ("url", "why", "reachable")} if device else {}
+    )
     return ModelStatus(name, "endpoint", url._replace(netloc=host).geturl() if is_admin else host, facts=facts, places=places)  # fmt: skip
