@@ -81,7 +81,7 @@ class NativeAttention:
             self._fill(query, key, value, arena, tensors, out)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         call.query, call.key, call.value, call.out = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-        call.pages = arena.data_ptr() + layer * arena.stride(1) * arena.itemsize
+        call.pages = self._pages + layer * self._layer_bytes
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.scale, call.softcap, call.window = scale, softcap or 0.0, window or 0
         if fault := self._run(self._address):
@@ -108,6 +108,7 @@ class NativeAttention:
         if need > len(self._scratch):
             self._scratch = torch.empty(need, dtype=torch.uint8)
         call.scratch, call.scratch_bytes = self._scratch.data_ptr(), len(self._scratch)
+        self._pages, self._layer_bytes = arena.data_ptr(), arena.stride(1) * arena.itemsize
         self._seen = (tensors, arena, (query.stride(), key.stride(), value.stride(), out.stride()), threads)
 
 

@@ -16,13 +16,18 @@ int64_t hx_decode_bytes(const hx_plan *plan) {
     return (2 * plan->call->heads * plan->padded + 2 * hx_up(plan->call->heads, 16) + 2 * KEYS * plan->padded) * 4;
 }
 
-/* Scores of `count` keys at `keys`, `stride` bytes apart, for `queries` queries: scores[query][key]. Past `count` they are anything. */
-HX_INLINE void score(const int queries, const int type, const float *query, int64_t padded, const char *keys, int64_t stride, int64_t count, float (*scores)[KEYS]) {
+/* Scores of `count` keys at `keys`, `stride` bytes apart, for `queries` queries: scores[query][key]. Past `count` they are anything.
+   What the next step will read is sent for at the same pace: a page ends where the processor's own foresight does. */
+HX_INLINE void score(const int queries, const int type, const float *query, int64_t padded, const char *keys, const char *ahead, int64_t stride, int64_t count, float (*scores)[KEYS]) {
     const int64_t item = hx_item_bytes(type);
     for (int64_t key = 0; key < count; key += 4) {
         const char *at[4];
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < 4; k++) {
             at[k] = keys + hx_less(key + k, count - 1) * stride;
+            if (ahead)
+                for (int64_t i = 0; i < padded * item; i += ALIGN_BYTES)
+                    __builtin_prefetch(ahead + (key + k) * stride + i);
+        }
         vf sums[MOST_QUERIES][4] = {{{0}}};
         for (int64_t i = 0; i < padded; i += VW)
             for (int k = 0; k < 4; k++) {
@@ -36,7 +41,7 @@ HX_INLINE void score(const int queries, const int type, const float *query, int6
 }
 
 /* values[query] = values[query] * shrink[query] + the sum of weights[query][key] * value of key; `wide` vectors from `i` on. */
-HX_INLINE void weigh(const int queries, const int type, const int wide, float *values, int64_t padded, int64_t i, const float *shrink, const char *from, int64_t stride, int64_t count, float (*weights)[KEYS]) {
+HX_INLINE void weigh(const int queries, const int type, const int wide, float *values, int64_t padded, int64_t i, const float *shrink, const char *from, const char *ahead, int64_t stride, int64_t count, float (*weights)[KEYS]) {
     const int64_t item = hx_item_bytes(type);
     vf sums[MOST_QUERIES][4];
     for (int q = 0; q < queries; q++)
@@ -44,6 +49,9 @@ HX_INLINE void weigh(const int queries, const int type, const int wide, float *v
             sums[q][v] = hx_load(values + q * padded + i + v * VW, HX_F32) * shrink[q];
     for (int64_t key = 0; key < count; key++) {
         vf x[4];
+        if (ahead)
+            for (int v = 0; v < wide; v += ALIGN_BYTES / (VW * hx_item_bytes(type)))
+                __builtin_prefetch(ahead + key * stride + (i + v * VW) * item);
         for (int v = 0; v < wide; v++)
             x[v] = hx_load(from + key * stride + (i + v * VW) * item, type);
         for (int q = 0; q < queries; q++) {
@@ -86,52 +94,42 @@ HX_INLINE float soften(float *scores, int64_t count, float softcap, float *most,
     return shrink;
 }
 
-HX_INLINE void step(const int queries, const int type, hx_state *state, int64_t head, int64_t padded, float softcap, const char *keys, const char *values, int64_t stride, int64_t count) {
+HX_INLINE void step(const int queries, const int type, hx_state *state, int64_t head, int64_t padded, float softcap, const char *keys, const char *values, const char *keys_ahead, const char *values_ahead, int64_t stride, int64_t count) {
     float scores[MOST_QUERIES][KEYS], shrink[MOST_QUERIES];
-    score(queries, type, state->query + head * padded, padded, keys, stride, count, scores);
+    score(queries, type, state->query + head * padded, padded, keys, keys_ahead, stride, count, scores);
     for (int q = 0; q < queries; q++)
         shrink[q] = soften(scores[q], count, softcap, state->most + head + q, state->sum + head + q);
     float *sums = state->values + head * padded;
     int64_t i = 0;
     for (; i + 4 * VW <= padded; i += 4 * VW)
-        weigh(queries, type, 4, sums, padded, i, shrink, values, stride, count, scores);
+        weigh(queries, type, 4, sums, padded, i, shrink, values, values_ahead, stride, count, scores);
     if (i + 2 * VW <= padded) {
-        weigh(queries, type, 2, sums, padded, i, shrink, values, stride, count, scores);
+        weigh(queries, type, 2, sums, padded, i, shrink, values, values_ahead, stride, count, scores);
         i += 2 * VW;
     }
     if (i < padded)
-        weigh(queries, type, 1, sums, padded, i, shrink, values, stride, count, scores);
+        weigh(queries, type, 1, sums, padded, i, shrink, values, values_ahead, stride, count, scores);
 }
 
-HX_INLINE void step_typed(const int type, hx_state *state, int64_t head, int64_t queries, int64_t padded, float softcap, const char *keys, const char *values, int64_t stride, int64_t count) {
+HX_INLINE void step_typed(const int type, hx_state *state, int64_t head, int64_t queries, int64_t padded, float softcap, const char *keys, const char *values, const char *keys_ahead, const char *values_ahead, int64_t stride, int64_t count) {
     while (queries) { /* four in twos, where there are registers for three at most */
         const int64_t now = !MANY_REGISTERS && queries == 4 ? 2 : hx_less(queries, MOST_QUERIES);
         if (now == 1)
-            step(1, type, state, head, padded, softcap, keys, values, stride, count);
+            step(1, type, state, head, padded, softcap, keys, values, keys_ahead, values_ahead, stride, count);
         else if (now == 2)
-            step(2, type, state, head, padded, softcap, keys, values, stride, count);
+            step(2, type, state, head, padded, softcap, keys, values, keys_ahead, values_ahead, stride, count);
         else if (now == 3)
-            step(3, type, state, head, padded, softcap, keys, values, stride, count);
+            step(3, type, state, head, padded, softcap, keys, values, keys_ahead, values_ahead, stride, count);
 #if MANY_REGISTERS
         else
-            step(4, type, state, head, padded, softcap, keys, values, stride, count);
+            step(4, type, state, head, padded, softcap, keys, values, keys_ahead, values_ahead, stride, count);
 #endif
-        head += now, queries -= now;
+        head += now, queries -= now, keys_ahead = values_ahead = 0; /* sent for once */
     }
 }
 
-/* What the next step over this KV head will read is on its way while this one computes: a page ends where the processor's own
-   foresight does. */
-HX_INLINE void foresee(const char *keys, const char *values, int64_t stride, int64_t count, int64_t bytes) {
-    for (int64_t key = 0; key < count; key++)
-        for (int64_t i = 0; i < bytes; i += ALIGN_BYTES) {
-            __builtin_prefetch(keys + key * stride + i);
-            __builtin_prefetch(values + key * stride + i);
-        }
-}
-
 /* `count` keys of one KV head; they and their values lie `stride` bytes apart. */
-static void step_any(const hx_plan *plan, hx_state *state, int64_t head, const char *keys, const char *values, int64_t stride, int64_t count) {
+static void step_any(const hx_plan *plan, hx_state *state, int64_t head, const char *keys, const char *values, const char *keys_ahead, const char *values_ahead, int64_t stride, int64_t count) {
     const hx_attention *call = plan->call;
     int type = call->page_type;
     if (plan->padded != call->dimension) {
@@ -139,14 +137,14 @@ static void step_any(const hx_plan *plan, hx_state *state, int64_t head, const c
             hx_widen(state->keys_wide + key * plan->padded, keys + key * stride, call->dimension, plan->padded, type, 1.0f);
             hx_widen(state->values_wide + key * plan->padded, values + key * stride, call->dimension, plan->padded, type, 1.0f);
         }
-        keys = (const char *)state->keys_wide, values = (const char *)state->values_wide, stride = plan->padded * 4, type = HX_F32;
+        keys = (const char *)state->keys_wide, values = (const char *)state->values_wide, keys_ahead = values_ahead = 0, stride = plan->padded * 4, type = HX_F32;
     }
     if (type == HX_F32)
-        step_typed(HX_F32, state, head, plan->group, plan->padded, call->softcap, keys, values, stride, count);
+        step_typed(HX_F32, state, head, plan->group, plan->padded, call->softcap, keys, values, keys_ahead, values_ahead, stride, count);
     else if (type == HX_BF16)
-        step_typed(HX_BF16, state, head, plan->group, plan->padded, call->softcap, keys, values, stride, count);
+        step_typed(HX_BF16, state, head, plan->group, plan->padded, call->softcap, keys, values, keys_ahead, values_ahead, stride, count);
     else
-        step_typed(HX_F16, state, head, plan->group, plan->padded, call->softcap, keys, values, stride, count);
+        step_typed(HX_F16, state, head, plan->group, plan->padded, call->softcap, keys, values, keys_ahead, values_ahead, stride, count);
 }
 
 /* Writes a head's result from the parts of its row, in their order. */
@@ -177,11 +175,12 @@ static void walk(const hx_plan *plan, int64_t row, hx_state *state, int64_t from
         const int64_t frame = table[from / call->page_tokens], token = from % call->page_tokens;
         const int64_t count = hx_less(hx_less(call->page_tokens - token, KEYS), end - from);
         const char *keys = hx_at(call, frame, token, 0), *values = hx_at(call, frame, token, 1);
-        const int64_t next = from + count, following = next < end ? hx_less(hx_less(call->page_tokens - next % call->page_tokens, KEYS), end - next) : 0;
-        const char *ahead = following ? hx_at(call, table[next / call->page_tokens], next % call->page_tokens, 0) : keys;
+        const int64_t next = from + count;
+        const char *ahead = next < end ? hx_at(call, table[next / call->page_tokens], next % call->page_tokens, 0) : 0;
+        const char *values_ahead = ahead ? ahead + call->page_tokens * stride : 0;
         for (int64_t head = first; head < last; head++) {
-            foresee(ahead + head * bytes, ahead + call->page_tokens * stride + head * bytes, stride, following, bytes);
-            step_any(plan, state, (head - first) * plan->group, keys + head * bytes, values + head * bytes, stride, count);
+            const int64_t at = head * bytes;
+            step_any(plan, state, (head - first) * plan->group, keys + at, values + at, ahead ? ahead + at : 0, ahead ? values_ahead + at : 0, stride, count);
         }
         from += count;
     }
