@@ -98,3 +98,16 @@ def test_no_stop_string_is_ever_given_out_and_nothing_before_it_is_lost(words: s
     else:
         first_end = ends[0][0]
         assert out == words[: min(start for end, start in ends if end == first_end)]
+
+
+@given(st.binary(max_size=40) | st.text(max_size=20).map(str.encode), st.lists(st.integers(1, 9), max_size=12))
+def test_pushing_many_at_once_gives_out_what_pushing_each_does(data: bytes, sizes: list[int]) -> None:
+    """At every cut, so that a restart, which cuts elsewhere, knows what was given out."""
+    each, many = AnswerText(decode_bytes, ()), AnswerText(decode_bytes, ())
+    one_by_one, at_once, at = "", "", 0
+    for size in [*sizes, 40]:
+        one_by_one += "".join(feed(each, data[at : at + size]))
+        at_once += many.push_all(list(data[at : at + size]))
+        assert one_by_one == at_once
+        at += size
+    assert one_by_one + each.flush() == at_once + many.flush()
