@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from hexrt.brain.models import ModelSource
 from hexrt.devices.body import Bodies
 from hexrt.errors import BadRequest, HexrtError, NotFound, TaskFailed, Unavailable
 from hexrt.llm.batch import Ended, SequenceRequest
@@ -113,6 +114,8 @@ def test_ids_that_would_not_be_encoded_so_stay_as_they_were_drawn(folder: Path) 
         ({"prompt": "a"}, {"model": "big"}, NotFound, r"params\.model: there is no model 'big'; configured are: half, small"),
         ({"prompt": "a"}, {"model": "half", "numerics": "exact"}, Unavailable, "'half' is configured otherwise"),
         ({"prompt": "a", "system": "b"}, {"raw": True}, BadRequest, r"params\.raw"),
+        ({"prompt": "a"}, {"regex": "(a"}, BadRequest, r"ask\.params\.regex: "),
+        ({"prompt": "a"}, {"json_schema": {"type": "nothing"}}, BadRequest, r"ask\.params\.json_schema: "),
         ({"prompt": "a", "continue_from": {"ids": [49152], "prompt_tokens": 1}}, {}, BadRequest, "not of the model"),
         ({"prompt": "a", "continue_from": {"ids": [], "prompt_tokens": 1}}, {}, BadRequest, "continue_from"),
         ({"prompt": "a", "continue_from": {"ids": [-1], "prompt_tokens": 1}}, {}, BadRequest, "continue_from"),
@@ -277,11 +280,15 @@ def test_default_means_the_first_model_unless_one_is_called_so() -> None:
         resolve_model("default", [])
 
 
-def test_exact_numerics_need_float32() -> None:
-    check_numerics("exact", "m", "float32")
-    check_numerics("fast", "m", "bfloat16")
-    with pytest.raises(Unavailable, match="exact numerics need float32"):
-        check_numerics("exact", "m", "bfloat16")
+def test_exact_numerics_need_float32_in_everything() -> None:
+    check_numerics("exact", "m", ModelSource("p", "float32").is_exact)
+    check_numerics("fast", "m", False)
+    for source in (
+        ModelSource("p", "bfloat16"), ModelSource("p", "float32", weights="int8"),
+        ModelSource("p", "float32", kv_dtype="bfloat16"), ModelSource("", "float32", endpoint="http://h"),
+    ):  # fmt: skip
+        with pytest.raises(Unavailable, match="exact numerics need a model of float32 in weights and pages"):
+            check_numerics("exact", "m", source.is_exact)
 
 
 def test_the_shape_gives_the_bytes_of_a_page(folder: Path) -> None:

@@ -240,19 +240,21 @@ class CpuProgram(HostProgram):
 
     def _load(self, message: LoadModel) -> dict[str, Any]:
         from hexrt.llm.engine import ModelEngine
+        from hexrt.llm.engine_load import about
         from hexrt.llm.engine_model import PagedModel
+        from hexrt.llm.gguf_folder import folder_of
         from hexrt.llm.tokenise import load_vocabulary
 
         self._models.pop(message.model, None)
-        folder = Path(self.hello.models_dir) / message.path
+        path = Path(self.hello.models_dir) / message.path
+        folder = folder_of(path, message.model, Path(self.hello.state_dir))
         tokeniser = load_vocabulary(folder, message.model).tokeniser
-        model = PagedModel(message.model, folder, message.dtype, self.places.view(self._arena), message.page_tokens)
-        self._models[message.model] = ModelEngine(model, partial(tokeniser.decode, skip_special_tokens=True))
-        return {
-            "page_bytes": model.page_bytes,
-            "context_tokens": model.shape.context_tokens,
-            "vocabulary": model.shape.vocabulary,
-            "layers": model.shape.layers,
-            "eos": sorted(model.eos),
-            "dtype": message.dtype,
-        }
+        model = PagedModel(
+            message.model, path, message.dtype, self.places.view(self._arena), message.page_tokens, message.weights,
+            message.kv_dtype, self._threads,
+        )  # fmt: skip
+        decode = partial(tokeniser.decode, skip_special_tokens=True)
+        self._models[message.model] = ModelEngine(
+            model, decode, partial((folder / "tokenizer.json").read_text, "utf-8")
+        )
+        return msgspec.structs.asdict(about(model, path, self._threads))

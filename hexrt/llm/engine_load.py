@@ -9,20 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
+from hexrt.brain.models import LoadedModel
 from hexrt.errors import HexrtError, Unavailable
 from hexrt.llm.engine_attention import NAME, paged_attention
 from hexrt.llm.gguf_config import model_config
 from hexrt.llm.gguf_folder import is_gguf
 from hexrt.llm.gguf_header import GgufFault, Header, read_header
 from hexrt.llm.gguf_weights import state_dict, weight_names
-from hexrt.llm.model_files import check_size, read_config, weight_files
+from hexrt.llm.model_files import check_size, model_digest, read_config, weight_files
 from hexrt.llm.steps import ModelShape, model_shape
 
+if TYPE_CHECKING:
+    from hexrt.llm.engine_model import PagedModel
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+UNUSABLE = (
+    OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError, RuntimeError, ImportError,
+    MemoryError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+"""What the libraries raise for files that are broken, or that say what no model is made of."""
 
 
 def read_shape(name: str, path: Path) -> ModelShape:
@@ -42,7 +55,6 @@ def read_shape(name: str, path: Path) -> ModelShape:
 
 def load_weights(name: str, path: Path, dtype: str) -> Any:
     """The model, with our attention. Raises Unavailable where weights are missing or do not fit, or the model is of a kind that is not served."""
-    from safetensors import SafetensorError
     from transformers import AttentionInterface
     from transformers.utils import logging
 
@@ -57,7 +69,7 @@ def load_weights(name: str, path: Path, dtype: str) -> Any:
             model, report = _of_folder(path, dtype)
     except HexrtError as error:
         raise Unavailable(f"the model {name!r} cannot be loaded: {error.message}", "params.model") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError, ImportError, MemoryError) as error:  # fmt: skip
+    except UNUSABLE as error:
         text = str(error).replace(str(path), "its folder").splitlines()[0] if str(error) else type(error).__name__
         raise Unavailable(f"the model {name!r} cannot be loaded: {text}", "params.model") from error
     if lacking := sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}):
@@ -66,6 +78,7 @@ def load_weights(name: str, path: Path, dtype: str) -> Any:
             f"among them {lacking[0]!r}",
             "params.model",
         )
+    model.hexrt_parameters = sum({p.data_ptr(): p.numel() for p in model.parameters()}.values())  # before any is packed
     return model.eval().requires_grad_(False)
 
 
@@ -149,7 +162,27 @@ def weight_bytes(module: torch.nn.Module) -> int:
     return sum({(t.data_ptr(), t.numel() * t.element_size()): t.numel() * t.element_size() for t in tensors}.values())
 
 
-def describe(module: Any) -> dict[str, Any]:
-    """What people want to know of a model, as it was loaded."""
-    counted = {p.data_ptr(): p.numel() for p in module.parameters()}
-    return {"architecture": type(module).__name__, "parameters": sum(counted.values())}
+def about(model: PagedModel, path: Path, threads: int) -> LoadedModel:
+    """What the daemon and people want to know of a model that was loaded from `path`."""
+    module = model.module
+    parameters = getattr(module, "hexrt_parameters", 0)
+    facts: dict[str, Any] = {
+        "architecture": type(module).__name__,
+        "parameters": parameters,
+        "dtype": model.dtype,
+        "weights": model.weights,
+        "kv_dtype": model.kv_dtype,
+        "attention": model.attend.name,
+        "levers": model.levers,
+        "threads": threads,
+        "layers": model.shape.layers,
+        "vocabulary": model.shape.vocabulary,
+        "eos": sorted(model.eos),
+    }
+    if model.attend_why:
+        facts["attention_why"] = model.attend_why
+    try:
+        digest = model_digest(path, model.dtype, model.weights, model.kv_dtype)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"the files of the model {model.name!r} are gone or were changed", "params.model") from error
+    return LoadedModel(model.page_bytes, model.shape.context_tokens, weight_bytes(module), digest, facts)

@@ -17,9 +17,10 @@ from torch import Tensor
 from hexrt.errors import OutOfMemory
 from hexrt.kernels.native_attention import choose
 from hexrt.llm.engine_attention import PagedPass, view_pages
+from hexrt.llm.engine_levers import apply
 from hexrt.llm.engine_load import end_tokens, load_weights, read_shape
 from hexrt.llm.engine_pass import Pass, PassBuffers, Row
-from hexrt.llm.engine_probe import load_proven, no_levers
+from hexrt.llm.engine_probe import load_proven
 from hexrt.llm.engine_sampling import Drawn, sample
 
 FRAME_STEP = 4096
@@ -48,7 +49,8 @@ class PagedModel:
         self.arena = view_pages(whole, getattr(torch, self.kv_dtype), self.page_bytes, page)
         self.attend, self.attend_why = choose(getattr(torch, dtype), self.arena.dtype, self.shape.head_dim)
         self.buffers = PassBuffers(self.arena.device, self.shape.vocabulary, page_tokens)
-        self.levers = load_proven(self, partial(load_weights, name, folder, dtype), no_levers)
+        load = partial(load_weights, name, folder, dtype)
+        self.levers = load_proven(self, load, lambda module: apply(module, weights, dtype, threads))
         self.eos = end_tokens(self.module)
 
     @torch.inference_mode()

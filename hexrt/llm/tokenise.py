@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hexrt.errors import BadRequest, HexrtError, TaskFailed, Unavailable
+from hexrt.llm.engine_grammar import check_grammar
 from hexrt.llm.gguf_folder import folder_of
-from hexrt.llm.steps import check_numerics, check_room, model_shape, resolve_model
-from hexrt.ops.llm import ChatMessage, Continued
+from hexrt.llm.steps import check_numerics, check_room, grammar_of, model_shape, resolve_model
+from hexrt.ops.llm import ChatMessage, Continued, DecodeParams
 from hexrt.ops.spec import StepContext
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, 
         check_numerics(params.numerics, name, model["is_exact"])
         if model.get("is_served"):
             return {"messages": messages_of(name, params.raw, inputs)}
+        if isinstance(params, DecodeParams) and (grammar := grammar_of(params)) is not None:
+            check_grammar(grammar.kind, grammar.source)
         path = Path(context.models_dir) / model["path"]
         vocabulary = load_vocabulary(folder_of(path, name, Path(context.state_dir)), name)
         ids = tokenise(vocabulary, name, params.raw, inputs)
