@@ -96,6 +96,11 @@ def test_the_largest_is_found_whatever_the_size_of_the_vocabulary(vocabulary: in
     assert tokens(logits, [sampling(0.0)] * 9) == logits.argmax(-1).tolist()
 
 
+def test_a_pass_that_draws_nothing_draws_nothing() -> None:
+    result = drawn(torch.zeros(0, 256), [])
+    assert result.tokens.shape == (2, 0) and result.logprobs.shape == (0, 1)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_row_that_is_not_finite_is_told_apart_and_still_gives_a_token(temperature: float) -> None:
     logits = torch.tensor([[0.0, math.nan, 1.0], [5.0, -90.0, -90.0], [math.inf, 0.0, 0.0], [-math.inf] * 3])

@@ -122,7 +122,7 @@ def _restricted(logits: Tensor, draws: Draws) -> Tensor:
 def _largest(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row and the first place that has it; NaN is larger than all. Over the blocks first: 10 times as fast as `max`."""
     block = math.gcd(rows.shape[-1], BLOCK)
-    blocks = rows.view(len(rows), -1, block)
+    blocks = rows.view(len(rows), rows.shape[-1] // block, block)
     at = blocks.amax(-1).argmax(-1)
     inside = blocks.gather(1, at.view(-1, 1, 1).expand(-1, 1, block)).squeeze(1)
     highest, offset = inside.max(-1)
