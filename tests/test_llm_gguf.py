@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,12 +18,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from hexrt.config import Model  # noqa: E402
+from hexrt.devices.body import Bodies  # noqa: E402
 from hexrt.errors import Unavailable  # noqa: E402
 from hexrt.llm.engine_load import end_tokens, load_weights, read_shape  # noqa: E402
 from hexrt.llm.gguf_folder import folder_of  # noqa: E402
 from hexrt.llm.gguf_header import GgufFault, read_header, read_shape_meta  # noqa: E402
 from hexrt.llm.model_files import find_models, model_digest  # noqa: E402
 from hexrt.llm.tokenise import load_vocabulary  # noqa: E402
+from hexrt.ops.llm import OPS  # noqa: E402
+from hexrt.protocol.host import VERSION, Hello, Launch  # noqa: E402
 from hexrt.runtime.arenas import model_source  # noqa: E402
 from tests.llm_families import NEAR, WIDE, judge, make, tiny, write_gguf  # noqa: E402
 
@@ -93,6 +97,17 @@ def test_the_folder_that_stands_for_a_file_is_made_once_and_again_for_a_changed_
     assert again != folder
     assert list((state / "gguf").iterdir()) == [again], "the old one is gone, and nothing temporary stays"
     assert folder_of(tmp_path, "a", state) == tmp_path, "a folder stands for itself"
+
+
+def test_a_pool_worker_makes_the_tokens_of_a_file(source: Path, tmp_path: Path) -> None:
+    models = {"tiny": {"path": str(source), "is_exact": True}}
+    hello = Hello(VERSION, 1, "pool:0", str(tmp_path), "/nowhere", {"models": models})
+    inputs, params = ({"prompt": "the world"}, {"max_tokens": 3})
+    launch = Launch(1, 1, "llm.generate", 0, b"r", "ask", 0, 10.0, *(msgspec.Raw(msgspec.msgpack.encode(v)) for v in (params, inputs)))  # fmt: skip
+    output = msgspec.msgpack.decode(Bodies({op.name: op for op in OPS}, hello, 1 << 20).run(launch))
+    tokeniser = load_vocabulary(folder_of(source, "tiny", tmp_path), "tiny").tokeniser
+    text = tokeniser.decode(output["ids"], skip_special_tokens=False)
+    assert text == "<|im_start|>user\nthe world<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_daemon_knows_pages_context_and_weights_from_the_beginning_of_the_file(source: Path) -> None:
