@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,8 @@ torch = pytest.importorskip("torch")
 from hexrt.devices.places import anonymous  # noqa: E402
 from hexrt.errors import InvariantViolation  # noqa: E402
 from hexrt.kernels.attention import PassTensors, Reference, work  # noqa: E402
-from hexrt.kernels.build import levels  # noqa: E402
-from hexrt.kernels.native import load  # noqa: E402
+from hexrt.kernels.build import COMMON, SOURCES, find_compiler, levels  # noqa: E402
+from hexrt.kernels.native import Native, load  # noqa: E402
 from hexrt.kernels.native_attention import NativeAttention, choose  # noqa: E402
 from tests.seeds import seeds  # noqa: E402
 
@@ -106,11 +109,11 @@ def make(shape: Shape, rows: Sequence[tuple[int, int]], seed: int = 0, spare: in
     )  # fmt: skip
 
 
-def check(shape: Shape, rows: Sequence[tuple[int, int]], level: str, seed: int = 0) -> None:
+def check(shape: Shape, rows: Sequence[tuple[int, int]], level: str | Native, seed: int = 0) -> None:
     case = make(shape, rows, seed)
     other = replace(case, arena=case.arena.clone())
     expected = other.run(Reference())
-    found = case.run(NativeAttention(load(level)))
+    found = case.run(NativeAttention(load(level) if isinstance(level, str) else level))
     assert torch.equal(case.arena, other.arena), "pages"
     off = (found.float() - expected.float()).abs().max() / max(1.0, float(expected.float().abs().max()))
     assert off <= TOLERANCE[shape.dtype], f"off by {off:.2g}"
@@ -166,6 +169,22 @@ def test_passes_drawn_at_random_give_what_the_reference_gives(seed: int) -> None
         end = draw.randint(1, 600)
         rows.append((end, draw.randint(1, end)))
     check(shape, rows, draw.choice(LEVELS), seed)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("flags", [("-DHX_WIDTH=16",), ("-DHX_WIDTH=8",)])
+def test_vectors_of_a_width_that_this_processor_may_not_have_give_what_the_reference_gives(flags: Sequence[str], tmp_path: Path) -> None:  # fmt: skip
+    sources = map(str, [*SOURCES.glob("attention*.c"), SOURCES / "team.c"])
+    target = tmp_path / "wide.so"
+    subprocess.run([*find_compiler(), *COMMON, *flags, "-o", str(target), *sources, "-lm"], check=True, timeout=100)
+    native = Native("wide", ctypes.CDLL(str(target)))
+    for dimension, page_dtype, heads in itertools.product([8, 24, 64, 72, 80], [F32, BF16, F16], [2, 8, 10, 18]):
+        for rows in (DECODE, MIXED):
+            check(
+                Shape(heads, 2, dimension, BF16 if heads == 8 else F32, page_dtype, 90 if heads == 10 else None),
+                rows,
+                native,
+            )
 
 
 # --- what a kernel promises beside the numbers --------------------------------------------------------------------------

@@ -114,6 +114,9 @@ class CpuProgram(HostProgram):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         import torch
 
+        from hexrt.kernels.native import load
+
+        native = load()
         settings = self.hello.settings.get("cpu", {})
         self._threads = int(settings.get("threads") or len(os.sched_getaffinity(0)))
         self._bodies = Bodies(load_ops()[0], self.hello, self.hello.settings["max_output_bytes"], self.places)
@@ -130,6 +133,7 @@ class CpuProgram(HostProgram):
             "threads": self._threads,
             "torch": str(torch.__version__),
             "isa": torch.backends.cpu.get_cpu_capability(),
+            "kernels": native.level or f"plain torch: {native.why}",
             "links": measure_link(),
         }
 

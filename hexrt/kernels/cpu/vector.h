@@ -12,7 +12,10 @@
 #include <arm_neon.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(HX_WIDTH) /* any width, by the compiler's means alone: for tests of widths that a processor has not */
+#define VW HX_WIDTH
+#define MANY_REGISTERS (HX_WIDTH == 16)
+#elif defined(__AVX512F__)
 #define VW 16
 #define MANY_REGISTERS 1
 #elif defined(__AVX2__)
@@ -25,6 +28,13 @@
 #else
 #define MANY_REGISTERS 0
 #endif
+#endif
+#if VW == 16 && defined(__AVX512F__)
+#define HX_512 1
+#elif VW == 8 && defined(__AVX2__) && defined(__F16C__)
+#define HX_256 1
+#elif VW == 4 && defined(__aarch64__)
+#define HX_NEON 1
 #endif
 
 #ifndef HX_INLINE
@@ -48,9 +58,9 @@ HX_INLINE vf hx_select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | 
 
 /* Where one is no number, it may give either. */
 HX_INLINE vf hx_max(vf a, vf b) {
-#if defined(__AVX512F__)
+#if defined(HX_512)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
+#elif defined(HX_256)
     return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return hx_select(a > b, a, b);
@@ -58,9 +68,9 @@ HX_INLINE vf hx_max(vf a, vf b) {
 }
 
 HX_INLINE vu hx_wide(vh h) {
-#if defined(__AVX512F__)
+#if defined(HX_512)
     return (vu)_mm512_cvtepu16_epi32((__m256i)h);
-#elif defined(__AVX2__)
+#elif defined(HX_256)
     return (vu)_mm256_cvtepu16_epi32((__m128i)h); /* the compiler's own conversion goes by halves */
 #else
     return __builtin_convertvector(h, vu);
@@ -68,11 +78,11 @@ HX_INLINE vu hx_wide(vh h) {
 }
 
 HX_INLINE vf hx_half_to_float(vh h) {
-#if defined(__AVX512F__)
+#if defined(HX_512)
     return (vf)_mm512_cvtph_ps((__m256i)h);
-#elif defined(__F16C__) && VW == 8
+#elif defined(HX_256)
     return (vf)_mm256_cvtph_ps((__m128i)h);
-#elif defined(__aarch64__)
+#elif defined(HX_NEON)
     return (vf)vcvt_f32_f16((float16x4_t)h);
 #else
     const vu wide = hx_wide(h), size = wide & 0x7fff;
@@ -84,11 +94,11 @@ HX_INLINE vf hx_half_to_float(vh h) {
 }
 
 HX_INLINE vh hx_float_to_half(vf x) {
-#if defined(__AVX512F__)
+#if defined(HX_512)
     return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__F16C__) && VW == 8
+#elif defined(HX_256)
     return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__aarch64__)
+#elif defined(HX_NEON)
     return (vh)vcvt_f16_f32((float32x4_t)x);
 #else
     const vu bits = (vu)x, size = bits & 0x7fffffffu;
@@ -182,8 +192,8 @@ HX_INLINE float hx_most(vf x) {
 
 /* The sums of four vectors, one after the other at `out`. */
 HX_INLINE void hx_sum4(vf a, vf b, vf c, vf d, float *out) {
-#if defined(__AVX2__)
-#if defined(__AVX512F__)
+#if defined(HX_512) || defined(HX_256)
+#if defined(HX_512)
 #define HALVED(x) _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1))
 #else
 #define HALVED(x) ((__m256)x)
@@ -192,7 +202,7 @@ HX_INLINE void hx_sum4(vf a, vf b, vf c, vf d, float *out) {
     const __m256 all = _mm256_hadd_ps(ab, cd);
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 #undef HALVED
-#elif defined(__aarch64__)
+#elif defined(HX_NEON)
     vst1q_f32(out, vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d)));
 #else
     out[0] = hx_sum(a), out[1] = hx_sum(b), out[2] = hx_sum(c), out[3] = hx_sum(d);
