@@ -244,6 +244,22 @@ def test_a_model_that_turns_out_larger_than_the_budget_fails_its_steps_and_is_no
     assert host.run() == "+b" and (states(again), states(other)) == ({"s": "failed"}, {"s": "done"})
 
 
+def test_models_that_turn_out_larger_than_thought_take_turns_once_they_are_too_large_together() -> None:
+    host = Host(a=5, b=5)
+    host.real["b"] = 7 * MIB
+    host.hold.add("a")
+    first, second = host.submit(s=decode()), host.submit(s=decode(model="b"))
+    assert sorted(host.run().split()) == ["+a", "+b", "-b"], "the one that was idle makes way"
+    host.let_go()
+    host.hold = {"b"}
+    third = host.submit(s=decode(model="b"))
+    assert host.run() == "-a +b" and states(first) == states(second) == {"s": "done"}
+    late = host.submit(s=decode())
+    assert host.run() == "" and "held by 'b': 7 MiB" in host.waits(late)
+    host.let_go()
+    assert host.run() == "-b +a" and states(third) == states(late) == {"s": "done"}
+
+
 def test_a_load_that_fails_fails_the_steps_that_wait_and_no_others_and_is_tried_again_later() -> None:
     host = Host(a=6, b=2)
     host.broken["a"] = ERROR

@@ -89,10 +89,10 @@ class Engines:
             entry.live[key] = task
             for outcome in entry.early.pop(key, ()):
                 self._outcome(entry, outcome, now_ns)
+        elif (why := self.loading.refusal(device, name, now_ns)) is not None:
+            self._fail(task, why, now_ns)
         elif entry.admits:
             self._add(entry, task, now_ns)
-        elif not entry.loaded and (why := self.loading.refusal(device, name, now_ns)) is not None:
-            self._fail(task, why, now_ns)
         else:
             entry.waiting.append(task)
         self.loading.shelf(device).used(name, now_ns)

@@ -85,7 +85,7 @@ class Loading:
         others = [w for w in shelf.holders() if w.bytes and w.model != entry.model]
         held = ", ".join(f"{w.model!r}: {_mib(w.bytes)} MiB" for w in others[:3])
         if shelf.find(entry.model) is not None:  # its weights are there, and go
-            return f"{wanted} again: it makes way for {shelf.makes_way_for or 'another'!r}"
+            return f"{wanted} again: {shelf.why_making_way}"
         if shelf.used_bytes + self._size(device, entry.model) <= shelf.budget_bytes or not held:
             return wanted
         return (
@@ -103,7 +103,7 @@ class Loading:
             for e in entries.values()
             if e.waiting and shelf.find(e.model) is None
         ]
-        if not wants and not shelf.is_over and not shelf.makes_way_for:
+        if not wants and not shelf.is_over and not shelf.is_draining:
             return []
         plan = shelf.plan(wants, {e.model for e in entries.values() if e.is_idle}, now_ns)
         messages: list[LoadModel | UnloadModel] = []

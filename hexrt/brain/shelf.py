@@ -60,7 +60,6 @@ class Refusal:
 class Plan:
     load: list[str] = field(default_factory=list)
     unload: list[str] = field(default_factory=list)
-    makes_way_for: str = ""  # the model that others drain for
 
 
 class Shelf:
@@ -72,7 +71,7 @@ class Shelf:
         self._load_ns: dict[str, int] = {}
         self._used_ns: dict[str, int] = {}  # of any model that was used, there or not
         self._bytes_per_ns = GUESSED_BYTES_PER_NS
-        self.makes_way_for = ""
+        self.makes_way_for = ""  # the model that others drain or are unloaded for
 
     # --- looking in -----------------------------------------------------------------------------------------------
 
@@ -85,12 +84,22 @@ class Shelf:
         """Whether models turned out larger than was thought."""
         return self.used_bytes > self.budget_bytes
 
+    @property
+    def is_draining(self) -> bool:
+        return any(weights.draining for weights in self._weights.values())
+
     def find(self, model: str) -> Weights | None:
         return self._weights.get(model)
 
     def holders(self) -> list[Weights]:
         """The largest first."""
         return sorted(self._weights.values(), key=lambda w: -w.bytes)
+
+    @property
+    def why_making_way(self) -> str:
+        if self.makes_way_for:
+            return f"it makes way for {self.makes_way_for!r}"
+        return "it makes way, as all models together take more than the budget"
 
     def size_of(self, model: str, estimate: int) -> int:
         return self._sizes.get(model, estimate)
@@ -156,15 +165,16 @@ class Shelf:
     def plan(self, wants: Iterable[Want], idle: Container[str], now_ns: int) -> Plan:
         """What to load and unload now; which models drain is noted in `Weights.draining`.
 
-        Idle models make way at once, the least recently used first, and no more of them than make the room. Where none is idle, a want is overdue once its
-        oldest task has waited for `patience_ns`: then the least recently loaded models drain for it, each after it has served for as long as
-        its own load took, and no later want gets room before it. So each want is met after finitely many loads: those before it in order of
-        waiting, as long as what runs ends.
+        Idle models make way at once, the least recently used first, and no more of them than make the room. Where none is idle, a want is
+        overdue once its oldest task has waited for `patience_ns`: then the least recently loaded models drain for it, each after it has served
+        for as long as its own load took, and no later want gets room before it. So each want is met after finitely many loads: those before it
+        in order of waiting, as long as what runs ends. Models that turned out larger than was thought are brought back under the budget likewise.
         """
         plan = Plan()
         draining: set[str] = set()
+        self.makes_way_for = ""
         if self.is_over:
-            self._unload(self._ways(self.used_bytes - self.budget_bytes, idle, ()) or [], plan)
+            draining = self._make_way(self.used_bytes - self.budget_bytes, idle, self._may_drain(idle, now_ns), plan) or set()  # fmt: skip
         for want in sorted(wants, key=lambda w: w.since_ns):
             short = self.used_bytes + want.bytes - self.budget_bytes
             if short <= 0:
@@ -173,18 +183,26 @@ class Shelf:
                 continue
             overdue = now_ns - want.since_ns > self.patience_ns(want)
             busy = self._may_drain(idle, now_ns) if overdue else ()
-            ways = self._ways(short, idle, busy)
-            if ways is None and not overdue:
+            drain = self._make_way(short, idle, busy, plan)
+            if drain is None and not overdue:
                 continue  # a later one may fit into what is free
-            if ways is not None:
-                self._unload([w for w in ways if w.model in idle], plan)
-                draining = {w.model for w in ways if w.model not in idle}
-                plan.makes_way_for = want.model
+            draining |= drain or set()
+            self.makes_way_for = want.model
             break
         for weights in self._weights.values():
             weights.draining = weights.model in draining
-        self.makes_way_for = plan.makes_way_for if draining else ""
         return plan
+
+    def _make_way(self, short: int, idle: Container[str], busy: Iterable[Weights], plan: Plan) -> set[str] | None:
+        """Unloads idle models so that `short` bytes come free, and returns those of `busy` that must drain for it too; None where that is not to be had."""
+        ways = self._ways(short, idle, busy)
+        if ways is None:
+            return None
+        for weights in ways:
+            if weights.model in idle:
+                weights.stand = Stand.UNLOADING
+                plan.unload.append(weights.model)
+        return {w.model for w in ways if w.model not in idle}
 
     def _may_drain(self, idle: Container[str], now_ns: int) -> list[Weights]:
         """Models in use that may make way, those that do so already first."""
@@ -214,8 +232,3 @@ class Shelf:
                 chosen.remove(weights)
                 short += weights.bytes
         return chosen
-
-    def _unload(self, ways: Iterable[Weights], plan: Plan) -> None:
-        for weights in ways:
-            weights.stand = Stand.UNLOADING
-            plan.unload.append(weights.model)

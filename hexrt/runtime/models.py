@@ -85,7 +85,7 @@ def _state(name: str, brain: Brain, device: Device, entry: Entry | None, now_ns:
     if weights is None:
         return _absent(shelf, name, entry, now_ns)
     if weights.draining:
-        return "draining", f"it makes way for {shelf.makes_way_for!r}"
+        return "draining", shelf.why_making_way
     return {Stand.LOADING: "loading", Stand.LOADED: "loaded", Stand.UNLOADING: "unloading"}[weights.stand], ""
 
 
