@@ -46,7 +46,7 @@ class Sizes:
     most_s: float = 90.0  # reading the prompts of one row must not take longer
 
     def quick(self) -> Sizes:
-        return replace(self, sequences=(1, 4, 16), requests=1, arrivals=8, repeats=2, prompts=8, most_s=30.0)
+        return replace(self, sequences=(1, 4, 16), requests=1, arrivals=8, repeats=2, prompts=8, most_s=60.0)
 
     @property
     def most_tokens(self) -> int:

@@ -201,27 +201,32 @@ def measure_peers(
 
 def measure_peer(peer: str, interpreter: str, seed: int, budget_s: float, timeout_s: float) -> list[Row]:
     """Runs one peer in a process of its own and returns its rows, or one row that says why there are none."""
+    return rows_of(peer, [interpreter, "-m", "hexrt.cli.bench_peers", peer], [str(seed), str(budget_s)], timeout_s)
+
+
+def rows_of(name: str, command: Sequence[str], arguments: Sequence[str], timeout_s: float) -> list[Row]:
+    """What `command FOLDER arguments` writes into rows.json of that temporary folder, or one row that says why there is none."""
     folder = Path(tempfile.mkdtemp(prefix="hexrt-"))
-    command = [interpreter, "-m", "hexrt.cli.bench_peers", peer, str(folder), str(seed), str(budget_s)]
     try:
         with (folder / "log").open("w+") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=_environment()
-            )
+                [*command, str(folder), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=_environment(),
+            )  # fmt: skip
             why = _wait(process, timeout_s)
             if not why and process.returncode == 0:
                 rows: list[Row] = json.loads((folder / "rows.json").read_text())
                 return rows
             log.seek(0)
             lines = log.read().strip().splitlines()
-        return [_absent(peer, why or (lines[-1] if lines else f"it ended with status {process.returncode}"))]
+        return [absent(name, why or (lines[-1] if lines else f"it ended with status {process.returncode}"))]
     except OSError as error:
-        return [_absent(peer, f"{interpreter}: {error.strerror}")]
+        return [absent(name, f"{command[0]}: {error.strerror}")]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _absent(peer: str, why: str) -> Row:
+def absent(peer: str, why: str) -> Row:
     return {"name": peer, "value": None, "unit": "absent", "note": why}
 
 
