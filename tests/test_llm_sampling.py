@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from hexrt.kernels.native import load  # noqa: E402
+from hexrt.llm.engine_draws import NativeSampler, Sampler  # noqa: E402
 from hexrt.llm.engine_pass import DrawRow, PassBuffers  # noqa: E402
-from hexrt.llm.engine_sampling import DRAWN, NOT_FINITE, Drawn, philox, sample, uniform  # noqa: E402
+from hexrt.llm.engine_sampling import DRAWN, NOT_FINITE, NOTHING_ALLOWED, Drawn, philox, sample, uniform  # noqa: E402
 from hexrt.protocol.host import Sampling  # noqa: E402
+
+NATIVE = NativeSampler() if load().library is not None else None
 
 
 def sampling(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, **more: Any) -> Sampling:
@@ -23,8 +28,20 @@ def sampling(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed:
 
 def drawn(logits: Any, samplings: Sequence[Sampling], positions: Sequence[int] | None = None) -> Drawn:
     rows = [DrawRow(s, p) for s, p in zip(samplings, positions or [0] * len(samplings), strict=True)]
-    buffers = PassBuffers(torch.device("cpu"), logits.shape[-1], 16)
-    return sample(logits, buffers.draws(rows))
+    draws = PassBuffers(torch.device("cpu"), logits.shape[-1], 16).draws(rows)
+    plain = sample(logits, draws)
+    if NATIVE is not None:
+        assert_equal(NATIVE(logits, draws), plain)
+    return plain
+
+
+def assert_equal(native: Drawn, plain: Drawn) -> None:
+    """The compiled kernel draws what plain torch draws; of a row that is not finite only the status means anything."""
+    assert torch.equal(native.tokens[1], plain.tokens[1])
+    known = plain.tokens[1] == DRAWN
+    assert torch.equal(native.tokens[0][known], plain.tokens[0][known])
+    assert torch.equal(native.ids, plain.ids)
+    assert torch.allclose(native.logprobs, plain.logprobs, atol=1e-4)
 
 
 def tokens(logits: Any, samplings: Sequence[Sampling], positions: Sequence[int] | None = None) -> list[int]:
@@ -204,3 +221,46 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     assert torch.allclose(result.logprobs[:, 0], torch.stack((own[0, chosen[0]], own[2, chosen[2]])))
     assert result.ids[0].tolist() == own[0].topk(4).indices.tolist()
     assert torch.allclose(result.logprobs[0, 1:], own[0].topk(4).values)
+
+
+def test_rows_of_every_kind_are_drawn_alike_by_the_kernel_and_by_plain_torch() -> None:
+    """Under penalties and grammars too, in vocabularies that no vector divides."""
+    if NATIVE is None:
+        pytest.skip(f"no compiled kernels: {load().why}")
+    for vocabulary in (5, 320, 1003, 4096):
+        buffers = PassBuffers(torch.device("cpu"), vocabulary, 16)
+        draw = torch.Generator().manual_seed(vocabulary)
+
+        def allow(address: int, size: int) -> None:
+            ctypes.memset(address, 0b01011010, size)
+
+        rows = [
+            DrawRow(
+                sampling(
+                    (0.0, 0.7, 1.4)[n % 3], (0, 7, 90)[n % 7 % 3], (1.0, 0.85)[n % 2], n, min_p=(0.0, 0.02)[n % 5 % 2],
+                    repetition_penalty=(1.0, 1.3, 0.6)[n // 3 % 3], logprobs=(-1, 0, 4)[n % 4 % 3],
+                ),
+                n, buffers.seen.take(range(0, vocabulary, 3)) if n // 3 % 3 else -1, allow if n % 4 == 1 else None,
+            )
+            for n in range(36)
+        ]  # fmt: skip
+        logits = torch.randn(36, vocabulary, generator=draw) * 4
+        draws = buffers.draws(rows)
+        before = draws.seen.clone()
+        plain, after = sample(logits, draws), draws.seen.clone()
+        draws.seen.copy_(before)
+        native = NATIVE(logits, draws)
+        assert_equal(native, plain)
+        assert torch.equal(draws.seen, after)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            draws.seen.copy_(before)
+            assert torch.equal(NATIVE(logits, draws).tokens, native.tokens)
+        torch.set_num_threads(1)
+
+
+def test_where_nothing_is_allowed_the_row_says_so() -> None:
+    buffers = PassBuffers(torch.device("cpu"), 64, 16)
+    draws = buffers.draws([DrawRow(sampling(0.8), 0, -1, lambda address, size: None), DrawRow(sampling(0.8), 0)])
+    for drawn_by in (sample, Sampler(torch.device("cpu"))):
+        assert drawn_by(torch.zeros(2, 64), draws).tokens[1].tolist() == [NOTHING_ALLOWED, DRAWN]

@@ -17,11 +17,12 @@ from torch import Tensor
 from hexrt.errors import OutOfMemory
 from hexrt.kernels.native_attention import choose
 from hexrt.llm.engine_attention import PagedPass, view_pages
+from hexrt.llm.engine_draws import Sampler
 from hexrt.llm.engine_levers import apply
 from hexrt.llm.engine_load import end_tokens, load_weights, read_shape
 from hexrt.llm.engine_pass import Pass, PassBuffers, Row
 from hexrt.llm.engine_probe import load_proven
-from hexrt.llm.engine_sampling import Drawn, sample
+from hexrt.llm.engine_sampling import Drawn
 
 FRAME_STEP = 4096
 """Frames begin at multiples of it: disks and page tables want that."""
@@ -48,6 +49,7 @@ class PagedModel:
         whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.frames * self.page_bytes)
         self.arena = view_pages(whole, getattr(torch, self.kv_dtype), self.page_bytes, page)
         self.attend, self.attend_why = choose(getattr(torch, dtype), self.arena.dtype, self.shape.head_dim)
+        self.draw = Sampler(self.arena.device)
         self.buffers = PassBuffers(self.arena.device, self.shape.vocabulary, page_tokens)
         load = partial(load_weights, name, folder, dtype)
         self.levers = load_proven(self, load, lambda module: apply(module, weights, dtype, threads))
@@ -56,7 +58,7 @@ class PagedModel:
     @torch.inference_mode()
     def step(self, inputs: Pass) -> Drawn:
         """One pass and its draws: a function of the buffers alone, with nothing read by the host, so that a decode pass can be captured."""
-        return sample(self.logits(inputs, self.arena)[0], inputs.draws)
+        return self.draw(self.logits(inputs, self.arena)[0], inputs.draws)
 
     def logits(self, inputs: Pass, arena: Tensor) -> tuple[Tensor, list[int]]:
         """Logits, float32 [draws, vocabulary], and the layers as they called the attention."""

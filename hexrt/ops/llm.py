@@ -17,6 +17,7 @@ from hexrt.ops.spec import OpSpec, Part, Port
 
 ENGINES = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.ENDPOINT)
 MAX_CHARACTERS = 8 << 20
+MAX_SCHEMA_BYTES = 1 << 18
 BYTES_PER_TOKEN = 4  # roughly, of English text
 
 ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -100,6 +101,8 @@ def check(params: Any) -> None:
             raise BadRequest("must be a finite number", field)
     if params.json_schema is not None and params.regex is not None:
         raise BadRequest("give either json_schema or regex", "regex")
+    if params.json_schema is not None and (size := len(msgspec.json.encode(params.json_schema))) > MAX_SCHEMA_BYTES:
+        raise BadRequest(f"its {size} bytes of JSON are more than the {MAX_SCHEMA_BYTES} that are taken", "json_schema")
 
 
 def prefill_work(params: Any, input_bytes: int) -> int:
