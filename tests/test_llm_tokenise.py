@@ -166,6 +166,15 @@ def test_a_chat_template_cannot_reach_out_of_its_sandbox(altered: Path) -> None:
         tokens(altered, {"prompt": "a"})
 
 
+@pytest.mark.parametrize(
+    "template", ["{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 1 // 0 }}", "{{ messages[9].content }}", "{% for i in range(999999999) %}x{% endfor %}"]
+)  # fmt: skip
+def test_a_chat_template_that_goes_wrong_fails_its_step_by_the_models_name(altered: Path, template: str) -> None:
+    set_template(altered, template)
+    with pytest.raises(TaskFailed, match="chat template of 'small' refuses"):
+        tokens(altered, {"prompt": "a"})
+
+
 def test_a_chat_template_that_refuses_a_conversation_is_quoted(altered: Path) -> None:
     set_template(altered, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TaskFailed, match="roles must alternate"):
@@ -196,6 +205,9 @@ def test_a_template_may_stand_in_a_file_of_its_own_or_be_one_of_several(altered:
         ("tokenizer.json", "not json", "tokeniser of the model 'small' cannot be read"),
         ("config.json", None, "'small' has no config.json"),
         ("config.json", "{}", "no usable 'num_attention_heads'"),
+        ("config.json", "[]", "tokeniser of the model 'small' cannot be read"),
+        ("config.json", '{"a": ' * 5000, "tokeniser of the model 'small' cannot be read"),
+        ("tokenizer_config.json", "[" * 5000, "tokeniser of the model 'small' cannot be read"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "cannot be read"),
     ],
 )

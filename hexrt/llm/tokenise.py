@@ -153,7 +153,7 @@ def render(vocabulary: Vocabulary, name: str, messages: list[dict[str, str]]) ->
         )
     try:
         return vocabulary.template.render(messages=messages, add_generation_prompt=True, **vocabulary.tokens)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:  # fmt: skip
         raise TaskFailed(f"the chat template of {name!r} refuses these messages: {error}", "inputs") from error
 
 
@@ -181,7 +181,7 @@ def load_vocabulary(folder: Path, name: str) -> Vocabulary:
             ) from None
         missing = Path(error.filename).name if error.filename else "a file"
         raise Unavailable(f"the folder of the model {name!r} has no {missing}", "params.model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unavailable(
             f"the tokeniser of the model {name!r} cannot be read: {type(error).__name__}", "params.model"
         ) from error
@@ -192,9 +192,9 @@ def _load(folder: str, stamp: int) -> Vocabulary:
     from tokenizers import Tokenizer
 
     path = Path(folder)
-    shape = model_shape(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    shape = model_shape(_table(path / "config.json"))
     settings_file = path / "tokenizer_config.json"
-    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+    settings = _table(settings_file) if settings_file.exists() else {}
     source = (path / "tokenizer.json").read_text(encoding="utf-8")
     try:
         tokeniser = Tokenizer.from_str(source)
@@ -209,6 +209,13 @@ def _load(folder: str, stamp: int) -> Vocabulary:
         t.content for t in tokeniser.get_added_tokens_decoder().values() if t.special and len(t.content) > 1
     )
     return Vocabulary(tokeniser, _template(path, settings), tokens, shape.context_tokens, shape.vocabulary, special)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(path.name)
+    return value
 
 
 def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
