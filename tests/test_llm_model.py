@@ -1,8 +1,7 @@
-"""The load probe: tiny seeded models of each family are served token for token, or refused by name; broken folders are named."""
+"""A model over the arena: where its pages lie and what it leaves alone there, and what one sequence makes it raise."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -47,57 +46,6 @@ def read(model: PagedModel, ids: list[int], frames: list[int], start: int = 0) -
     """The logits after the last of `ids`, which stand from `start` on."""
     row = Row(ids, np.array(frames, np.int32), start, GREEDY)
     return model.run_over([row], model.arena)[0]
-
-
-def greedy(model: PagedModel, prompt: list[int], count: int) -> list[int]:
-    ids, frames = list(prompt), list(range(4, -1, -1))
-    logits = read(model, ids, frames)
-    for _ in range(count - 1):
-        ids.append(int(logits[-1].argmax()))
-        logits = read(model, ids[-1:], frames, len(ids) - 1)
-    return [*ids[len(prompt) :], int(logits[-1].argmax())]
-
-
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("Llama", {}),
-        ("Qwen2", {}),
-        ("Qwen3", {}),
-        ("Gemma", {}),
-        ("Mistral", {"sliding_window": None}),
-        ("Mistral", {"sliding_window": 32}),
-    ],
-)
-def test_a_family_is_served_with_the_tokens_of_its_own_generate(
-    tmp_path: Path, family: str, more: dict[str, Any]
-) -> None:
-    folder = make(tmp_path / "tiny", family, **more)
-    model = PagedModel("tiny", folder, "float32", arena(), 16)
-    reference = getattr(transformers, f"{family}ForCausalLM").from_pretrained(folder).eval()
-    prompt = [1, *range(5, 41)]
-    ids = torch.tensor([prompt])
-    out = reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, min_new_tokens=20, do_sample=False
-    )
-    expected = out[0][len(prompt) :].tolist()
-    found = greedy(model, prompt, 20)
-    assert found == expected
-    assert len(set(found)) > 2, "a model that always says the same proves nothing"
-
-
-@pytest.mark.parametrize(
-    ("family", "more", "words"),
-    [
-        ("Bloom", {}, "'tiny' cannot be served|no usable"),
-    ],
-)
-def test_attention_that_pages_do_not_do_is_refused_by_name(
-    tmp_path: Path, family: str, more: dict[str, Any], words: str
-) -> None:
-    folder = make(tmp_path / "tiny", family, **more)
-    with pytest.raises(Unavailable, match=words):
-        PagedModel("tiny", folder, "float32", arena(), 16)
 
 
 def test_a_model_in_bfloat16_is_probed_by_its_distribution(tmp_path: Path) -> None:
@@ -178,14 +126,6 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Unavailable, match=r"1 weights are missing.*'model.layers.1.mlp.up_proj.weight'"):
-        PagedModel("tiny", folder, "float32", arena(), 16)
-
-
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
-    folder = make(tmp_path / "tiny", "Llama")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with pytest.raises(Unavailable, match="'tiny' cannot be loaded"):
         PagedModel("tiny", folder, "float32", arena(), 16)
 
 
