@@ -185,7 +185,7 @@ class _Passes:
                 assert self._inputs is not None and self._drawn is not None
                 advance(self._inputs, self._drawn, self._model.page_tokens)
                 parts = self._in
-                self._model.buffers.allow([draw for part in parts if (draw := part.draw()) and draw.allow])
+                self._model.buffers.allow([part.draw() for part in parts if part.sequence.grammar is not None])
             else:
                 rows = [part.row(number) for part in parts]
                 order = sorted(range(len(parts)), key=lambda at: len(rows[at].ids) > 1)

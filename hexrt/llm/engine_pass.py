@@ -199,6 +199,8 @@ class PassBuffers:
 
     def allow(self, rows: Sequence[DrawRow]) -> Tensor:
         """What the grammars of `rows`, all that have one, allow next: for `Draws.bits`, where it lies already if they are those of the last `fill`."""
+        if not rows:
+            return self._bits.view(0)
         bits = self._bits.host(len(rows))
         for at, row in enumerate(rows):
             assert row.allow is not None
