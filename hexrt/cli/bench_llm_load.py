@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
+from hexrt.errors import TimedOut
+
 PAGE_TOKENS = 16
 FIRST_ID = 100
 """Prompts are drawn from the ids above: below, vocabularies keep their control tokens."""
@@ -44,9 +46,12 @@ class Sizes:
     repeats: int = 3
     prompts: int = 24  # of the comparison with float32
     most_s: float = 90.0  # reading the prompts of one row must not take longer
+    subject_s: float = 200.0  # nor all rows of one server
 
     def quick(self) -> Sizes:
-        return replace(self, sequences=(1, 4, 16), requests=1, arrivals=8, repeats=2, prompts=8, most_s=60.0)
+        return replace(
+            self, sequences=(1, 4, 16), requests=1, arrivals=8, repeats=2, prompts=8, most_s=60.0, subject_s=80.0
+        )
 
     @property
     def most_tokens(self) -> int:
@@ -142,7 +147,20 @@ def first_s(streams: Sequence[Stream]) -> list[float]:
 async def measure(
     server: Server, sizes: Sizes, wanted: frozenset[str], vocabulary: int, into: Findings, rate: float = 0.0
 ) -> float:
-    """All `wanted` rows of one server (prefill, decode, clients, poisson). `rate`: of arrivals a second, 0: as the clients' row gives it; returned."""
+    """All `wanted` rows of one server (prefill, decode, clients, poisson). `rate`: of arrivals a second, 0: as the clients' row gives it; returned.
+
+    Raises TimedOut where that takes longer than `Sizes.subject_s`, with what was found until then in `into`.
+    """
+    try:
+        async with asyncio.timeout(sizes.subject_s):
+            return await _measure(server, sizes, wanted, vocabulary, into, rate)
+    except TimeoutError:
+        raise TimedOut(f"its rows take longer than {sizes.subject_s:g} s") from None
+
+
+async def _measure(
+    server: Server, sizes: Sizes, wanted: frozenset[str], vocabulary: int, into: Findings, rate: float
+) -> float:
     await server.complete(prompt_ids("warm", 3 * PAGE_TOKENS, vocabulary), 2, 0)
     speed = await _prefill(server, sizes, vocabulary)
     if "prefill" in wanted:
