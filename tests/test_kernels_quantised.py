@@ -103,7 +103,8 @@ def test_the_kernels_multiply_as_torch_does_at_every_level_of_instructions(kind:
                 x = weights(tokens, columns, tokens) * 20
                 expected = x.double() @ unpack(packed).double().T + bias
                 off = (layer(x).double() - expected).abs().max()
-                assert off < 1e-5 * max(1.0, float(expected.abs().max())), (level, rows, columns, tokens)
+                room = 1e-4 if kind == "int4" and tokens <= 3 else 1e-5  # x as 16-bit numbers, or as it is
+                assert off < room * max(1.0, float(expected.abs().max())), (level, rows, columns, tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +126,7 @@ def test_without_kernels_the_same_numbers_come_from_torch(kind: str) -> None:
     needs_kernels()
     packed = pack(weights(50, 96), kind)
     with_kernels, without = QuantisedLinear(packed), QuantisedLinear(packed, None, "no such level")
-    x = weights(2, 96, 3)
+    x = weights(4, 96, 3)
     torch.testing.assert_close(with_kernels(x), without(x), atol=1e-6, rtol=1e-5)
     ids = torch.tensor([[0, 49, 17, 17]])
     found = [QuantisedEmbedding(packed, torch.float32, None, level)(ids) for level in ("", "no such level")]
@@ -146,7 +147,7 @@ def test_a_row_does_not_depend_on_its_neighbours_and_nan_stays_in_its_row() -> N
     needs_kernels()
     for kind in KINDS:
         layer = QuantisedLinear(pack(weights(48, 96), kind))
-        for tokens in (5, 20):
+        for tokens in (3, 5, 20):
             x = weights(tokens, 96, 4)
             x[2, 7] = torch.nan
             out = layer(x)

@@ -90,8 +90,11 @@ def test_packed_weights_compute_what_their_numbers_do(family: str, weights: str)
             if type(module) is nn.Linear and module.weight is not head:
                 module.weight.copy_(unpack(pack(module.weight, weights)))
         head.copy_(unpack(pack(head, "int8")))
+    expected = logits(plain)
     assert apply(model, weights, "float32", 2) == [weights, "fused layers", "rms norm"]
-    assert (logits(model) - logits(plain)).abs().max() < 1e-4
+    for count in (1, 3, 4, 40):
+        off = (logits(model, IDS[:, :count]) - expected[:count]).abs().max()
+        assert off < (1e-3 if weights == "int4" and count <= 3 else 1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -211,9 +214,10 @@ def test_the_demo_s_model_loses_nothing_in_int4_and_little_in_int8(capsys: pytes
         model = load_model.from_pretrained(folder, dtype=torch.float32).eval()
         apply(model, weights, "float32", 2)
         off = divergence(exact, logits(model, ids))
+        single = divergence(exact[:1], logits(model, ids[:, :1]))
         with capsys.disabled():
             print(
                 f"\n{weights}: KL against float32 over {ids.shape[1]} tokens: mean {off.mean():.2g}, most {off.max():.2g}"
             )
-        assert off.max() < bound
+        assert max(off.max(), single.max()) < bound
         del model

@@ -3,8 +3,6 @@
 Owns nothing; changes the modules of a model in place, freeing each weight as its packed form is there. What is done to a module is decided
 by what it computes, not by its name alone: a norm or an activation is replaced only where it gives what its replacement gives. The load
 probe then compares the whole with the model as it was. In float32 with weights as they are everything stays float32.
-
-Tried and left out, on 2 cores with AVX2: torch.compile of the decode pass (see `NOT_WORTH_IT`).
 """
 
 from __future__ import annotations

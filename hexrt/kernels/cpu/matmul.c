@@ -1,5 +1,5 @@
 /* y = x W^T (+ bias) (+ residual) of float32 activations and packed weights (lanes.h). W's numbers are those that were packed: they are
-   unpacked in registers, sums are float32. Few rows of x: each panel is read once from memory for all of them. Many: a panel's part is
+   unpacked in registers, sums are float32 (but see `whole_rows`). Few rows of x: each panel is read once from memory for all of them. Many: a panel's part is
    unpacked into the nearest cache, where tiles of x meet it. A row's result depends on how many rows there are by rounding only. */
 #include "matmul.h"
 
@@ -15,6 +15,7 @@
 #define DIRECT 6     /* up to so many rows are computed straight from the packed weights */
 #define CHUNK 384    /* columns unpacked at a time: 24 KiB */
 #define STRIPE 128   /* rows of x that meet one unpacked part */
+#define AHEAD 4096   /* bytes from what is read to what is fetched */
 
 #define BYTES4 320
 #define WORDS8 512
@@ -89,7 +90,7 @@ HX_INLINE void direct_one(const int kind, const unsigned char *panel, const floa
     for (long block = 0; block < blocks; block++) {
         vf sum[2][PARTS] = {0};
         const float *from = x + block * BLOCK;
-        __builtin_prefetch(panel + (block + 8) * block_bytes(kind));
+        for (int i = 0; i < block_bytes(kind); i += 64) __builtin_prefetch(panel + block * block_bytes(kind) + AHEAD + i);
         for (int line = 0; line < 4; line++) {
 #define USE(column) \
     for (int p = 0; p < PARTS; p++) sum[(column) & 1][p] += value[p] * splat(from[line * 8 + (column)]);
@@ -117,7 +118,7 @@ HX_INLINE void direct_some(const int kind, const int rows, const unsigned char *
         const float *from = x + block * BLOCK;
         scales with;
         if (is_whole(kind)) with = scales_of(kind, panel, blocks, block);
-        __builtin_prefetch(panel + (block + 4) * block_bytes(kind));
+        for (int i = 0; i < block_bytes(kind); i += 64) __builtin_prefetch(panel + block * block_bytes(kind) + AHEAD + i);
         for (int line = 0; line < 4; line++) {
 #define USE(column)                                                                              \
     for (int p = 0; p < PARTS; p++) {                                                            \
@@ -202,6 +203,90 @@ HX_INLINE void finish(const hx_linear *linear, const float *sums, long rows, lon
     }
 }
 
+#if defined(__AVX2__)
+/* Whole numbers for few rows of x: x's blocks as 16-bit numbers of a scale of their own, sums exact in 32 bits. It rounds x in its 16th bit,
+   and takes half the instructions of float32. */
+#define WHOLE_ROWS 3
+#define WHOLE_COLUMNS 16384
+
+typedef struct {
+    int32_t pairs[WHOLE_ROWS][WHOLE_COLUMNS / 2]; /* two columns each, in the order of `pair_of` */
+    float scale[WHOLE_ROWS][WHOLE_COLUMNS / BLOCK], sum[WHOLE_ROWS][WHOLE_COLUMNS / BLOCK];
+} whole_rows;
+
+/* The first column of pair i of eight columns; the other is two further. */
+HX_INLINE int pair_of(const int i) { return (i & 1) * 4 + (i >> 1); }
+
+static void to_whole(const float *x, long blocks, int32_t *pairs, float *scale, float *sum) {
+    for (long block = 0; block < blocks; block++, x += BLOCK, pairs += BLOCK / 2) {
+        float most = 0, all = 0, odd = 0;
+        int16_t q[BLOCK];
+        for (int i = 0; i < BLOCK; i++) {
+            const float size = __builtin_fabsf(x[i]);
+            most = size > most ? size : most;
+            all += x[i], odd += x[i] * 0; /* not a number where one of them is none */
+        }
+        const float factor = most > 0 && odd == 0 ? 32767 / most : 0;
+        for (int i = 0; i < BLOCK; i++) q[i] = (int16_t)(int)(x[i] * factor + (x[i] < 0 ? -0.5f : 0.5f));
+        for (int i = 0; i < BLOCK / 2; i++) {
+            const int first = i / 4 * 8 + pair_of(i % 4);
+            pairs[i] = (int32_t)((uint16_t)q[first] | (uint32_t)(uint16_t)q[first + 2] << 16);
+        }
+        scale[block] = most / 32767 + odd, sum[block] = all;
+    }
+}
+
+#if LANES == 16
+#define MADD(a, b) (vi)_mm512_madd_epi16((__m512i)(a), (__m512i)(b))
+#else
+#define MADD(a, b) (vi)_mm256_madd_epi16((__m256i)(a), (__m256i)(b))
+#endif
+
+HX_INLINE void direct_whole(const int rows, const unsigned char *panel, const whole_rows *x, long blocks, float *out) {
+    vf total[WHOLE_ROWS][PARTS] = {0};
+    for (long block = 0; block < blocks; block++) {
+        vi sum[WHOLE_ROWS][PARTS] = {0};
+        const uint32_t *at = (const uint32_t *)(panel + block * BYTES4);
+        for (int i = 0; i < BYTES4; i += 64) __builtin_prefetch((const char *)at + AHEAD + i);
+        _Pragma("GCC unroll 4") for (int line = 0; line < 4; line++) {
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+                for (int p = 0; p < PARTS; p++) {
+                    const vi value = (vi)(words(at + line * PANEL + p * LANES) >> (4 * i) & 0x000f000fu);
+                    for (int r = 0; r < rows; r++) sum[r][p] += MADD(value, (vi){0} + x->pairs[r][block * 16 + line * 4 + i]);
+                }
+            }
+        }
+        const scales with = scales_of(KIND_INT4, panel, blocks, block);
+        for (int p = 0; p < PARTS; p++) {
+            for (int r = 0; r < rows; r++) {
+                const vf products = __builtin_convertvector(sum[r][p], vf);
+                total[r][p] += with.scale[p] * splat(x->scale[r][block]) * products + with.minimum[p] * splat(x->sum[r][block]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < PARTS; p++) store(out + r * PANEL + p * LANES, total[r][p]);
+}
+
+static void whole(const hx_linear *linear, long from, long to, const float *x, long m, const float *residual, float *y, long ldy) {
+    const long blocks = linear->k / BLOCK;
+    whole_rows given;
+    float sums[WHOLE_ROWS * PANEL] __attribute__((aligned(64)));
+    for (long r = 0; r < m; r++) to_whole(x + r * linear->k, blocks, given.pairs[r], given.scale[r], given.sum[r]);
+    for (long at = from; at < to; at++) {
+        const unsigned char *panel = linear->packed + at * linear->stride;
+        if (m == 1) direct_whole(1, panel, &given, blocks, sums);
+        else if (m == 2) direct_whole(2, panel, &given, blocks, sums);
+        else direct_whole(3, panel, &given, blocks, sums);
+        finish(linear, sums, m, at, residual, y, ldy);
+    }
+}
+#else
+#define WHOLE_ROWS 0
+#define WHOLE_COLUMNS 0
+#define whole(...)
+#endif
+
 HX_INLINE void direct(const int kind, const hx_linear *linear, long from, long to, const float *x, const float *of_block, long m,
                       const float *residual, float *y, long ldy) {
     const long k = linear->k, blocks = k / BLOCK;
@@ -258,7 +343,9 @@ void hx_panels(const hx_linear *linear, long from, long to, const float *x, long
     if (m == 1 && linear->kind == KIND_INT4) sum_blocks(x, linear->k / BLOCK, of_block);
 #define GO(kind)                                                                                   \
     case kind:                                                                                     \
-        if (m <= DIRECT) direct(kind, linear, from, to, x, of_block, m, residual, y, ldy);         \
+        if (kind == KIND_INT4 && m <= WHOLE_ROWS && linear->k <= WHOLE_COLUMNS)                    \
+            whole(linear, from, to, x, m, residual, y, ldy);                                 \
+        else if (m <= DIRECT) direct(kind, linear, from, to, x, of_block, m, residual, y, ldy);         \
         else striped(kind, linear, from, to, x, m, residual, y, ldy);                              \
         break;
     switch (linear->kind) { GO(KIND_INT4) GO(KIND_INT8) GO(KIND_BF16) GO(KIND_FP32) }
