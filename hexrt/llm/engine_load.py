@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from hexrt.brain.models import LoadedModel
 from hexrt.errors import HexrtError, Unavailable
+from hexrt.kernels.quantised import memory_bytes
 from hexrt.llm.engine_attention import NAME, paged_attention
 from hexrt.llm.gguf_config import model_config
 from hexrt.llm.gguf_folder import is_gguf
@@ -157,9 +158,8 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
-    """Bytes of all parameters and buffers, those that are tied counted once."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum({(t.data_ptr(), t.numel() * t.element_size()): t.numel() * t.element_size() for t in tensors}.values())
+    """Bytes of all parameters and buffers, what several share (tied, or parts of one) counted once."""
+    return memory_bytes(module)
 
 
 def about(model: PagedModel, path: Path, threads: int) -> LoadedModel:
