@@ -1,7 +1,7 @@
 """`hexrt bench`: measures hexrt on this machine beside a limit and its peers, all in the same run.
 
 Each command prints one table, or with `--json` one object: {"bench", "machine", "rows": [{"name", "value", "unit", "limit", "ratio"}]}.
-`limit` is what the row is held against, measured in this run; `ratio` is value / limit. Rows of `memory` say more: "asked", "met". Owns the daemon that it starts.
+`limit` is what the row is held against, measured in this run; `ratio` is value / limit. Rows of `memory` and `llm` say more: "asked", "met". Owns the daemon that it starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,8 @@ from typing import Any
 import click
 
 import hexrt
+from hexrt.cli import bench_llm
+from hexrt.cli.bench_llm_load import Sizes
 from hexrt.cli.bench_memory import FAULT_PAGES, SIZE_MIB
 from hexrt.cli.bench_memory import measure as measure_memory
 from hexrt.cli.bench_peers import layered_predecessors, measure_floor, measure_peers
@@ -202,3 +204,46 @@ def memory(as_json: bool, path: str | None, size_mib: int, most_pages: int) -> N
     pages = tuple(count for count in FAULT_PAGES if count <= most_pages)
     rows = list(measure_memory(path or tempfile.gettempdir(), size_mib, pages))
     show("memory", about, rows, as_json)
+
+
+def _names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]:
+    """Reads a list of names, comma between them. Refuses one that is not known."""
+
+    def read(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...] | None:
+        if text is None:
+            return None
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise click.BadParameter(f"{name!r} is none of {', '.join(known)}")
+        return names
+
+    return read
+
+
+@bench.command(short_help="Language models: prefill, decode and streaming clients, beside their peers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--quick", is_flag=True, help="Fewer forms, sequences and repetitions.")
+@click.option("--rows", callback=_names(bench_llm.ROWS), help=f"Only these, comma between them: {', '.join(bench_llm.ROWS)}.")  # fmt: skip
+@click.option("--forms", callback=_names(bench_llm.FORMS), help=f"Of {', '.join(bench_llm.FORMS)}; the first is held against the peers.")  # fmt: skip
+@click.option("--threads", type=click.IntRange(1), default=bench_llm.default_threads, help="Of hexrt and of each peer; by default one a core.")  # fmt: skip
+@click.option("--model", type=click.Path(exists=True, path_type=Path), default=None, help="A model folder; the demo's by default.")  # fmt: skip
+@click.option("--gguf", "ggufs", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True, help="The same weights as a file for llama.cpp; may be given again.")  # fmt: skip
+@click.option("--peers/--no-peers", default=True, help="Measure transformers, llama.cpp's server and vLLM too.")
+@click.option("--vllm-python", envvar="HEXRT_BENCH_VLLM_PYTHON", type=click.Path(exists=True, dir_okay=False), default=None, help="A Python that has vLLM for the CPU.")  # fmt: skip
+def llm(
+    as_json: bool, quick: bool, rows: tuple[str, ...] | None, forms: tuple[str, ...] | None, threads: int,
+    model: Path | None, ggufs: tuple[Path, ...], peers: bool, vllm_python: str | None,
+) -> None:  # fmt: skip
+    """Tokens a second of the engine through the daemon, on the same weights, threads and prompts as its peers."""
+    about, folder = machine(), model.resolve() if model is not None else bench_llm.MODEL
+    if (words := bench_llm.busy(os.getloadavg()[0])) and not as_json:
+        print(words, file=sys.stderr)
+    sizes = Sizes().quick() if quick else Sizes()
+    plan = bench_llm.Plan(
+        folder, ggufs or bench_llm.default_ggufs(folder), threads, sizes, frozenset(rows or bench_llm.ROWS),
+        forms or bench_llm.default_forms(quick), peers, vllm_python,
+    )  # fmt: skip
+    found = bench_llm.measure(plan)
+    about |= {"model": folder.name, "threads": threads, "load_after": round(os.getloadavg()[0], 2)}
+    show("llm", about | ({"busy": words} if words else {}), found, as_json)
