@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
@@ -177,7 +176,7 @@ def held(ours: Sequence[Subject], peers: Sequence[Subject]) -> list[Row]:
 
 def best(found: Finding, peers: Sequence[Subject]) -> tuple[Subject | None, float | None]:
     """The peer with the best number of the same kind: the least where it is a time."""
-    values = [(value, peer) for peer in peers if (value := peer.found.value(found.what)) is not None and not math.isnan(value)]  # fmt: skip
+    values = [(value, peer) for peer in peers if (value := peer.found.value(found.what)) is not None]  # fmt: skip
     if not values:
         return None, None
     choose: Callable[..., tuple[float, Subject]] = min if found.unit == "ms" else max

@@ -197,7 +197,8 @@ async def _decode(server: Server, sizes: Sizes, vocabulary: int, speed: float, i
         await _all(server, new, 1, sizes)
         repeats = 1 if count > 16 else sizes.repeats
         rates = [decode_rate(await _all(server, prompts, sizes.answer, sizes)) for _ in range(repeats)]
-        into.add(what, max(rates), "tokens/s")
+        known = [rate for rate in rates if not math.isnan(rate)]
+        into.add(what, max(known, default=None), "tokens/s", "" if known else "the answers came in one piece")
 
 
 async def _all(server: Server, prompts: Sequence[Sequence[int]], tokens: int, sizes: Sizes) -> list[Stream]:
@@ -236,4 +237,5 @@ async def _poisson(server: Server, sizes: Sizes, rate: float, into: Findings) ->
     note = f"{count} answers of {sizes.answer} tokens, {rate:.2f} a second; between pieces of text as they come"
     for name, values in (("first token", first_s(streams)), ("between tokens", gaps(streams))):
         for share in (0.5, 0.99):
-            into.add(f"poisson {name} p{share * 100:.0f}", quantile(values, share) * 1e3, "ms", note)
+            value = quantile(values, share) * 1e3 if values else None
+            into.add(f"poisson {name} p{share * 100:.0f}", value, "ms", note)
