@@ -111,7 +111,7 @@ def measure(plan: Plan) -> list[Row]:
     except (OSError, ValueError) as error:
         raise Unavailable("there is no model that can be read: run `make setup`, or name a folder", "--model") from error  # fmt: skip
     chosen = [known[name] for name in plan.forms]
-    child = _Child(plan, config, shape, known["exact"], [form for form in chosen if not form.is_exact])
+    child = Child(plan, config, shape, known["exact"], [form for form in chosen if not form.is_exact])
     rows = [*machine_rows(plan, child)]
     bandwidth = next((row["value"] for row in rows if row["name"] == "memory read"), None)
     wanted = plan.rows & SERVED
@@ -187,7 +187,7 @@ def best(found: Finding, peers: Sequence[Subject]) -> tuple[Subject | None, floa
 # --- the machine and the daemon -----------------------------------------------------------------------------------
 
 
-def machine_rows(plan: Plan, child: _Child) -> Iterator[Row]:
+def machine_rows(plan: Plan, child: Child) -> Iterator[Row]:
     if "memory" in plan.rows:
         yield from (bare(each.what, each) for each in child.run("memory"))
     if "daemon" in plan.rows:
@@ -210,7 +210,7 @@ def paged_rows(found: Sequence[Finding]) -> Iterator[Row]:
 
 
 @dataclass(slots=True)
-class _Child:
+class Child:
     """Measurements that need torch, in processes of their own."""
 
     plan: Plan
@@ -265,7 +265,7 @@ def bound(subject: Subject, form: Form, about: About, shape: ModelShape, sizes: 
 
 
 def measure_peers(
-    plan: Plan, child: _Child, shape: ModelShape, wanted: frozenset[str], rate: float
+    plan: Plan, child: Child, shape: ModelShape, wanted: frozenset[str], rate: float
 ) -> Iterator[Subject]:
     """One after the other; each has ended when the next begins."""
     fast = "bfloat16" if multiplies_bf16() else "float32"
@@ -291,7 +291,7 @@ def measure_peers(
     yield _served(subject, plan, wanted, shape, command, port, environment, rate)
 
 
-def _transformers(child: _Child, dtype: str) -> Subject:
+def _transformers(child: Child, dtype: str) -> Subject:
     subject = Subject(f"transformers {dtype}", dtype == "float32")
     found = child.run("transformers", dtype)
     if [each.what for each in found] == ["transformers"]:
