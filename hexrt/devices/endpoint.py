@@ -97,6 +97,11 @@ class _Answer:
         return Answered(self.ask.command, self.finish, prompt, before + drawn, monotonic_ns())
 
 
+def name_of(model: str) -> str:
+    """A model as anybody may see it: llama.cpp's server calls one by the path of its file unless it was told a name."""
+    return printable(model.rpartition("/")[2] if model.startswith("/") else model)[-200:]
+
+
 class EndpointDevice:
     def __init__(self, name: str, model: Model, on_report: Callable[[EndpointReport], None], sleep: Sleep = asyncio.sleep) -> None:  # fmt: skip
         """`name` is the model's in the config. Must be made on the running loop."""
@@ -232,7 +237,7 @@ class EndpointDevice:
         if served.dialect is Dialect.OTHER and await self._is_tgi():
             served = replace(served, dialect=Dialect.TGI)
         self._served = served
-        self._tell(reachable=True, why="", server=served.dialect.value, model=printable(served.model[-200:]), context_tokens=served.context_tokens, offers=[printable(o[-200:]) for o in offers[:MOST_OFFERED]])  # fmt: skip
+        self._tell(reachable=True, why="", server=served.dialect.value, model=name_of(served.model), context_tokens=served.context_tokens, offers=[name_of(o) for o in offers[:MOST_OFFERED]])  # fmt: skip
         return served
 
     async def _is_tgi(self) -> bool:

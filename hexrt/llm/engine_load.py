@@ -181,6 +181,8 @@ def about(model: PagedModel, path: Path, threads: int) -> LoadedModel:
     }
     if model.attend_why:
         facts["attention_why"] = model.attend_why
+    if model.draw.why:
+        facts["sampling_why"] = model.draw.why
     try:
         digest = model_digest(path, model.dtype, model.weights, model.kv_dtype)
     except (OSError, ValueError) as error:
