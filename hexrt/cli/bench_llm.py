@@ -2,7 +2,7 @@
 
 A row is {"name", "value", "unit", "limit", "ratio", "asked", "met"} and, where there is more to say, "note". Rows named `hexrt ...` are of the
 first of the forms asked for, `hexrt FORM ...` of the others; `limit` is the best peer's value of the same run, for a form in exact float32 that of
-the peers that compute so too. What cannot be measured is a row without a value that says why. Leaves nothing behind.
+the peers that compute so too; where the unit is ms less is better. What cannot be measured is a row without a value that says why. Leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The peers of `hexrt bench llm` that are servers: llama.cpp's (xllamacpp) and vLLM on the CPU, asked over OpenAI's protocol.
 
-Owns the servers that it starts: each runs in a session of its own, which is gone when its measurement ends. `python -m
+Owns the servers that it starts: each runs in a session of its own, which is gone with its files when its measurement ends. `python -m
 hexrt.cli.bench_llm_peers FILE SLOTS CONTEXT THREADS` is llama.cpp's server; it ends when its standard input does.
 """
 
@@ -86,7 +86,11 @@ def _die_with_parent() -> None:
 def serving(command: Sequence[str], port: int, more: Mapping[str, str], start_s: float = START_S) -> Iterator[str]:
     """A server's address once it answers /health. Raises Unavailable with its last words where it does not."""
     folder = Path(tempfile.mkdtemp(prefix="hexrt-"))
-    environ = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TMPDIR": str(folder)} | dict(more)
+    environ = (
+        os.environ
+        | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder)}
+        | dict(more)
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         with (folder / "log").open("w+") as log:
