@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -42,6 +43,7 @@ TABLES: dict[str, dict[str, object]] = {
     "limits": {"kept_mib": 64},
 }
 READY_LIMIT_S, RSS_LIMIT_MIB = 0.2, 40.0
+TERMINATED = 143
 
 Row = dict[str, Any]
 
@@ -236,6 +238,9 @@ def llm(
     model: Path | None, ggufs: tuple[Path, ...], peers: bool, vllm_python: str | None,
 ) -> None:  # fmt: skip
     """Tokens a second of the engine through the daemon, on the same weights, threads and prompts as its peers."""
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(TERMINATED)
+    )  # unwinds: daemon and peers end, and their folders go
     about, folder = machine(), model.resolve() if model is not None else bench_llm.MODEL
     if (words := bench_llm.busy(os.getloadavg()[0])) and not as_json:
         print(words, file=sys.stderr)
