@@ -8,8 +8,10 @@ import pytest
 
 from hexrt.memory import plan
 from hexrt.memory.frames import GRANULE, FrameSpace
+from hexrt.memory.keeper import Keeper
 from hexrt.memory.plan import Room, Run
 from hexrt.memory.pool import Hop, Level, PagePool
+from hexrt.scheduling.links import Links
 from tests.seeds import seeds
 
 DEVICE, HOST, NVME = Level
@@ -136,6 +138,22 @@ def test_an_extent_of_another_class_goes_whole_where_it_is_the_coldest() -> None
     assert sorted(plan.make_room(pool, 0, kv, 2, True).stores) == sorted(cold)
     pool.pin(cold[:1])
     assert plan.make_room(pool, 0, kv, 2, True) == Room()
+
+
+def test_few_pages_of_another_class_in_the_only_extent_make_way_for_many() -> None:
+    keeper = Keeper(PagePool(), Links())
+    keeper.add_host(64 * GRANULE)
+    keeper.add_device("cpu:0", 64 * GRANULE)
+    pool, small, large = keeper.pool, keeper.page_class("cpu:0", GRANULE), keeper.page_class("cpu:0", 2 * GRANULE)
+    few = loose(pool, small, 2)
+    assert plan.make_room(pool, pool.top(large), large, 14, True).frames >= 14
+    assert keeper.short_of(large, 14) == 0
+    pool.pin(few[:1])
+    assert not keeper.make_room(large, 14) and all(page in pool for page in few)
+    pool.unpin(few[:1])
+    assert keeper.make_room(large, 14) or keeper.traffic.has_queued
+    for page in few:
+        assert page not in pool or pool.moving(page)
 
 
 def test_room_for_a_long_run_is_made_until_there_is_one() -> None:

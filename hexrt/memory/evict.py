@@ -21,15 +21,15 @@ MERGED = 4096
 
 @dataclass(slots=True)
 class Room:
-    """Pages to drop at once, since another copy is there; to store one level down; to drop though it is the last copy, for recomputing."""
+    """Pages to drop at once, since another copy is there; to store one level down; to drop though it is the last copy, for recomputing.
+
+    `frames`: of the wanted class, that come free by it; an extent of others gives as many as fit into it, however few pages it held.
+    """
 
     drops: list[Page] = field(default_factory=list)
     stores: list[Page] = field(default_factory=list)
     discards: list[Page] = field(default_factory=list)
-
-    @property
-    def pages(self) -> int:
-        return len(self.drops) + len(self.stores) + len(self.discards)
+    frames: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
@@ -73,8 +73,11 @@ class _Search:
         if have >= most:
             return have
         deeper = make_room(self.pool, tier, cls, most, self.may_discard)
-        spans = sum(self.pool.span(page) for page in (*deeper.drops, *deeper.stores, *deeper.discards))
-        return have + spans + self.pool.tiers[tier].leaving.get(record.frame_classes[self.pool.tiers[tier].level], 0)
+        return (
+            have
+            + deeper.frames
+            + self.pool.tiers[tier].leaving.get(record.frame_classes[self.pool.tiers[tier].level], 0)
+        )
 
     def can_go(self, page: Page) -> bool:
         return (
@@ -118,10 +121,12 @@ def make_room(
         if span == 1 or leaving or pool.can_create(cls, count, span, tier):
             return Room()
         need = span  # frames enough, and no run of them: as many again, the next call goes on
+    asked = need
     has_others = space.is_shared(frame_class)
     room = Room([] if has_others else pool.coldest_clean(tier, cls, need), [], [])
     if room.drops:
         need -= sum(map(pool.columns.span.__getitem__, room.drops))
+        room.frames = asked - need
         if need <= 0:
             return room
     search = _Search(pool, tier, cls, may_discard, admits, need, room)
@@ -130,7 +135,8 @@ def make_room(
     _take_own(search)
     if has_others and search.need > 0:
         _take_extents(search, None)
-    return search.room
+    room.frames = asked - search.need
+    return room
 
 
 def _take_own(search: _Search) -> None:

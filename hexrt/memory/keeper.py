@@ -94,7 +94,7 @@ class Keeper:
         if pool.can_create(cls, count, 1, tier):
             return 0
         room = plan.make_room(pool, tier, cls, count, True, 1, self.prices.admission(tier))
-        return max(0, count - pool.room(cls, tier) - self._leaving(tier, cls) - room.pages)
+        return max(0, count - pool.room(cls, tier) - self._leaving(tier, cls) - room.frames)
 
     def store(self, pages: Sequence[Page], device: str) -> None:
         """Begins to write pages down from where the device uses them, so that they can give way at once when others need the room."""
@@ -113,7 +113,7 @@ class Keeper:
         if pool.can_create(cls, count, span, tier):
             return True
         room = plan.make_room(pool, tier, cls, count, True, span, self.prices.admission(tier))
-        if span == 1 and pool.room(cls, tier) + self._leaving(tier, cls) + room.pages < count:
+        if span == 1 and pool.room(cls, tier) + self._leaving(tier, cls) + room.frames < count:
             return False  # nothing is given up for what cannot be had anyway
         level = pool.tiers[tier].level
         for page in (*room.drops, *room.discards):
