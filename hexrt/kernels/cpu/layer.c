@@ -4,15 +4,21 @@
        after    x += norm(attended Wo); x += norm((act(gate) * up) Wdown) with gate, up = x_norm Wgate_up
 
    The norms in brackets only where the layer has them. Rows of the gate and of `up` lie in turns, 16 of one, 16 of the other, so that who
-   made one made the other. Threads meet between the products; each waits actively, as the others are at work on as much as it was. */
+   made one made the other. Threads meet between the products. */
 #include <math.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
 #include <sched.h>
+#endif
 
 #include "matmul.h"
 #include "vector.h"
 
 enum { SILU = 0, GELU_TANH = 1, GELU = 2 };
-#define SPINS 4000
+#define SPINS 1000 /* some 30 us: longer waits are of a thread that lost its core */
 #define STRIPE 128
 
 /* A norm that the layer does not have is null. */
@@ -24,23 +30,39 @@ typedef struct {
 } hx_layer;
 
 typedef struct {
-    int arrived, round;
+    int arrived, round, asleep;
 } meeting;
 
+/* `round` is a futex: who sleeps is counted before the kernel compares it, so a wake is never missed. */
+static void sleep_until(meeting *at, int round) {
+#if defined(__linux__)
+    __atomic_add_fetch(&at->asleep, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&at->round, __ATOMIC_SEQ_CST) == round) syscall(SYS_futex, &at->round, FUTEX_WAIT_PRIVATE, round, 0, 0, 0);
+    __atomic_sub_fetch(&at->asleep, 1, __ATOMIC_SEQ_CST);
+#else
+    while (__atomic_load_n(&at->round, __ATOMIC_ACQUIRE) == round) sched_yield();
+#endif
+}
+
+/* Returns when all threads of the team are here. */
 static void meet(meeting *at, int threads) {
     if (threads == 1) return;
     const int round = __atomic_load_n(&at->round, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&at->arrived, 1, __ATOMIC_ACQ_REL) == threads) {
         __atomic_store_n(&at->arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&at->round, round + 1, __ATOMIC_RELEASE);
+        __atomic_store_n(&at->round, round + 1, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+        if (__atomic_load_n(&at->asleep, __ATOMIC_SEQ_CST)) syscall(SYS_futex, &at->round, FUTEX_WAKE_PRIVATE, threads, 0, 0, 0);
+#endif
         return;
     }
-    for (int spins = 0; __atomic_load_n(&at->round, __ATOMIC_ACQUIRE) == round; spins++) {
-        if (spins >= SPINS) sched_yield();
+    for (int spins = 0; spins < SPINS; spins++) {
+        if (__atomic_load_n(&at->round, __ATOMIC_ACQUIRE) != round) return;
 #if defined(__x86_64__)
-        else __builtin_ia32_pause();
+        __builtin_ia32_pause();
 #endif
     }
+    sleep_until(at, round);
 }
 
 typedef struct {
