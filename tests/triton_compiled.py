@@ -1,16 +1,12 @@
-"""Compiles the Triton kernels for architectures that need not be here, and says what each takes: a process of its own, as compiling is
-switched by the environment.
-
-Each line of its standard input is JSON: [architecture, [dtype, page dtype, heads, KV heads, head dimension], names of kernels or none].
-"""
+"""Compiles the Triton kernels for architectures that need not be here, and says what each takes."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +27,20 @@ from hexrt.kernels.triton_attention import (
 POINTERS = {"slots": "*i64", "tables": "*i32", "starts": "*i32", "ends": "*i32", "part_sums": "*fp32", "part_totals": "*fp32", "sinks": "*fp32"}  # fmt: skip
 TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNALIGNED = ("rows", "window", "parts", "scale", "softcap")
+
+
+Shape = tuple[str, str, int, int, int]
+"""dtype, page dtype, heads, KV heads, head dimension."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """`stack_bytes`: of local memory a thread, where registers that did not suffice are spilled to."""
+
+    name: str
+    shared_bytes: int
+    stack_bytes: int
+    size_bytes: int
 
 
 def constants(sizes: Sizes) -> dict[str, dict[str, Any]]:
@@ -56,7 +66,6 @@ def source(kernel: Any, given: dict[str, Any], dtype: str, page_dtype: str) -> A
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """Of local memory a thread, where registers that did not suffice are spilled to."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -68,7 +77,8 @@ def stack_bytes(cubin: bytes) -> int:
     return int(found[1])
 
 
-def main(architecture: int, shape: tuple[str, str, int, int, int], only: list[str]) -> None:
+def compiled(architecture: int, shape: Shape, only: tuple[str, ...] = ()) -> Iterator[Compiled]:
+    """`only`: names of kernels, all where there are none."""
     dtype, page_dtype, heads, kv_heads, dimension = shape
     query = torch.empty((1, heads, dimension), dtype=getattr(torch, dtype))
     arena = torch.empty((1, 1, 2, 16, kv_heads, dimension), dtype=getattr(torch, page_dtype))
@@ -80,10 +90,4 @@ def main(architecture: int, shape: tuple[str, str, int, int, int], only: list[st
         wanted = source(getattr(triton_kernels, name), given, TYPES[dtype], TYPES[page_dtype])
         made = compile(wanted, target=GPUTarget("cuda", architecture, 32), options=options)
         cubin = made.asm["cubin"]
-        label = f"{name} of {shape} for sm_{architecture}"
-        print(json.dumps([label, made.metadata.shared, stack_bytes(cubin), len(cubin)]), flush=True)
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        main(*json.loads(line))
+        yield Compiled(f"{name} of {shape} for sm_{architecture}", made.metadata.shared, stack_bytes(cubin), len(cubin))

@@ -69,17 +69,23 @@ class Sizes:
 def choose_sizes(query: Tensor, arena: Tensor, product: torch.dtype | None = None) -> Sizes:
     """`query` [tokens, heads, d]. The tiles of K and V, as often as they are in flight, stay within SHARED_BYTES.
 
-    float32 has no tensor cores: small tiles over many threads, or its products do not fit in registers.
+    float32 has no tensor cores: small tiles over many threads, or its products do not fit in registers. Pages narrower than it are
+    widened on their way from a tile in flight to registers, which takes a whole tile of them for each thread: so none is kept in flight.
+    Pages wider than `product` take their own registers before they are narrowed, and so are read fewer at a time.
     """
     heads, dimension = query.shape[1:]
     page_tokens, kv_heads = arena.shape[3:5]
     product = product or query.dtype
     padded, group = max(16, _power_of_two(dimension)), max(16, _power_of_two(heads // kv_heads))
+    page_size = arena.element_size()
     if product == torch.float32:
-        keys, queries, warps, stages = 32 if padded <= 128 else 16, max(group, 32), 4 if padded <= 64 else 8, 2
+        same = page_size == product.itemsize
+        keys, queries = 32 if padded <= 128 else 16, max(group, 32)
+        warps, stages = 4 if padded <= 64 and same else 8, 2 if same else 1
     else:
-        keys, queries, warps, stages = 64, max(group, 128 if padded <= 64 else 64), 4 if padded <= 128 else 8, 3
-    size = max(product.itemsize, arena.element_size())
+        keys, queries = 32 if page_size > product.itemsize else 64, max(group, 128 if padded <= 64 else 64)
+        warps, stages = 4 if padded <= 128 else 8, 3
+    size = max(product.itemsize, page_size)
     while padded * size * (queries + 2 * keys * stages) > SHARED_BYTES and stages > 1:
         stages -= 1
     return Sizes(heads, kv_heads, dimension, page_tokens, product, keys, queries, warps, stages)
