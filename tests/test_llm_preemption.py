@@ -17,6 +17,15 @@ def running(desk: Desk, key: str, prompt: int, answer: int, priority: int = 0) -
         desk.reply(chunk.command, *(Token(row.sequence, (1,), "a", "") for row in chunk.sequences))
 
 
+def bring_back(desk: Desk, token: Token) -> None:
+    """A recalled chunk never began; what runs gives `token`."""
+    for flight in list(desk.engine._flights):
+        if flight.recalled:
+            desk.engine.chunk_failed(flight.command, CANCELLED)
+        else:
+            desk.reply(flight.command, token)
+
+
 def test_a_stopped_sequence_leaves_at_the_end_of_its_chunk_and_goes_on_with_the_same_tokens() -> None:
     desk = Desk(frames=16, passes=1)
     running(desk, "a", 5, 8)
@@ -70,11 +79,7 @@ def test_a_resumed_sequence_comes_on_before_it_is_stopped_again() -> None:
     running(desk, "low", 8, 4)
     desk.engine.add(ask("one", 8, 4, priority=5), 0)
     desk.decide()
-    for flight in list(desk.engine._flights):
-        if flight.recalled:
-            desk.engine.chunk_failed(flight.command, CANCELLED)
-        else:
-            desk.reply(flight.command, Token(1, (2,), "", ""))
+    bring_back(desk, Token(1, (2,), "", ""))
     sent = desk.decide()
     bound = [m for m in sent if isinstance(m, BindPages)]
     assert [m.sequence for m in bound] == [2]
@@ -126,11 +131,7 @@ def test_a_parked_sequence_whose_pages_went_is_computed_again_and_nothing_is_sai
     running(desk, "low", 9, 4)
     desk.engine.add(ask("high", 12, 4, priority=5), 0)
     desk.decide()
-    for flight in list(desk.engine._flights):
-        if flight.recalled:
-            desk.engine.chunk_failed(flight.command, CANCELLED)
-        else:
-            desk.reply(flight.command, Token(1, (2,), "b", ""))
+    bring_back(desk, Token(1, (2,), "b", ""))
     sent = desk.decide()
     assert [m.sequence for m in sent if isinstance(m, BindPages)] == [2], "there is no tier below: low's pages went"
     chunk = next(m for m in sent if isinstance(m, Chunk))
