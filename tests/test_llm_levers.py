@@ -97,7 +97,7 @@ def test_packed_weights_compute_what_their_numbers_do(family: str, weights: str)
         assert off < (1e-3 if weights == "int4" and count <= 3 else 1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Llama tied", "Qwen3", "Gemma2"])
 @pytest.mark.parametrize("weights", ["as_dtype", "int8"])
 def test_in_bfloat16_the_answers_are_nearer_to_float32_than_before(family: str, weights: str) -> None:
     exact = logits(tiny(family, "bfloat16").float())

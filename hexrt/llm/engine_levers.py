@@ -3,6 +3,9 @@
 Owns nothing; changes the modules of a model in place, freeing each weight as its packed form is there. What is done to a module is decided
 by what it computes, not by its name alone: a norm or an activation is replaced only where it gives what its replacement gives. The load
 probe then compares the whole with the model as it was. In float32 with weights as they are everything stays float32.
+
+Tried and left out: torch.compile. For SmolLM2-135M in float32 on one AVX2 core it compiles for 60 s and computes a token in 56 ms, where
+transformers' own code takes 73 and these levers 55; with int4 weights, which it knows nothing of, they take 13.
 """
 
 from __future__ import annotations
