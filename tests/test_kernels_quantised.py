@@ -43,6 +43,16 @@ def needs_kernels() -> list[str]:
     return LEVELS
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_float32_is_summed_in_short_parts_however_many_rows_there_are(level: str) -> None:
+    chance = torch.Generator().manual_seed(0)
+    weight, x = torch.rand(40, 1536, generator=chance), torch.rand(140, 1536, generator=chance)
+    linear, expected = QuantisedLinear(pack(weight, "float32"), level=level), x.double() @ weight.double().T
+    for rows in (1, 2, 3, 6, 7, 13, 140):
+        off = (linear(x[:rows]).double() - expected[:rows]) / expected[:rows]
+        assert off.square().mean().sqrt() < 1.5e-7, f"{rows} rows: one long sum would be off by 6e-7"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_packed_weight_is_near_its_numbers_and_packing_it_again_changes_nothing(

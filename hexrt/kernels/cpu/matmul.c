@@ -14,6 +14,7 @@
 #endif
 #define DIRECT 6     /* up to so many rows are computed straight from the packed weights */
 #define CHUNK 384    /* columns unpacked at a time: 24 KiB */
+#define PART 4       /* blocks of a tile that are summed by themselves: rounding grows with the length of a sum */
 #define STRIPE 128   /* rows of x that meet one unpacked part */
 #define AHEAD 4096   /* bytes from what is read to what is fetched */
 
@@ -159,7 +160,7 @@ HX_INLINE void unpack(const int kind, const unsigned char *panel, long blocks, l
 HX_INLINE void tile(const int rows, const float *w, const float *x, long ldx, long count, float *out, long ldo) {
     vf sum[TILE][PARTS];
     _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
-        for (int p = 0; p < PARTS; p++) sum[r][p] = load(out + r * ldo + p * LANES);
+        for (int p = 0; p < PARTS; p++) sum[r][p] = (vf){0};
     _Pragma("GCC unroll 4") for (long i = 0; i < count; i++) {
         vf value[PARTS];
         for (int p = 0; p < PARTS; p++) value[p] = load(w + i * PANEL + p * LANES);
@@ -169,7 +170,7 @@ HX_INLINE void tile(const int rows, const float *w, const float *x, long ldx, lo
         }
     }
     _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
-        for (int p = 0; p < PARTS; p++) store(out + r * ldo + p * LANES, sum[r][p]);
+        for (int p = 0; p < PARTS; p++) store(out + r * ldo + p * LANES, load(out + r * ldo + p * LANES) + sum[r][p]);
 }
 
 static void tiles(const float *w, const float *x, long ldx, long rows, long count, float *out, long ldo) {
@@ -320,7 +321,11 @@ HX_INLINE void striped(const int kind, const hx_linear *linear, long from, long 
                 const long count = blocks - block < step ? blocks - block : step;
                 const float *part = (const float *)panel + block * BLOCK * PANEL;
                 if (kind != KIND_FP32) unpack(kind, panel, blocks, block, count, w);
-                tiles(kind == KIND_FP32 ? part : w, x + row * k + block * BLOCK, k, rows, count * BLOCK, sums, PANEL);
+                for (long first = 0; first < count; first += PART) {
+                    const long columns = (count - first < PART ? count - first : PART) * BLOCK;
+                    const float *from = (kind == KIND_FP32 ? part : w) + first * BLOCK * PANEL;
+                    tiles(from, x + row * k + (block + first) * BLOCK, k, rows, columns, sums, PANEL);
+                }
             }
             finish(linear, sums, rows, at, residual ? residual + row * ldy : 0, y + row * ldy, ldy);
         }
@@ -345,7 +350,8 @@ void hx_panels(const hx_linear *linear, long from, long to, const float *x, long
     case kind:                                                                                     \
         if (kind == KIND_INT4 && m <= WHOLE_ROWS && linear->k <= WHOLE_COLUMNS)                    \
             whole(linear, from, to, x, m, residual, y, ldy);                                 \
-        else if (m <= DIRECT) direct(kind, linear, from, to, x, of_block, m, residual, y, ldy);         \
+        else if (m <= (kind == KIND_FP32 ? 1 : DIRECT)) /* tiles need no unpacking of it, and round less */ \
+            direct(kind, linear, from, to, x, of_block, m, residual, y, ldy);                      \
         else striped(kind, linear, from, to, x, m, residual, y, ldy);                              \
         break;
     switch (linear->kind) { GO(KIND_INT4) GO(KIND_INT8) GO(KIND_BF16) GO(KIND_FP32) }
