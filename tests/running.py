@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +27,15 @@ drain_s = 5
 [ops."map.python"]
 modules = ["tests.hostile"]
 """
+
+
+def settled(client: Client) -> dict[str, float]:
+    """The counters once no chunk that is with a host names a sequence that has ended: its pages are given back a little after its answer."""
+    end = time.monotonic() + 20
+    while any(value for name, value in (found := client.statistics()).items() if name.endswith("_leaving")):
+        assert time.monotonic() < end, found
+        time.sleep(0.01)
+    return found
 
 
 class Running:

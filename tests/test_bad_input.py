@@ -29,7 +29,7 @@ from hexrt.protocol.messages import Accepted, Update
 from hexrt.workflow.check import GraphLimits, check_workflow
 from hexrt.workflow.model import MapSpec, Needs, StepSpec, Workflow
 from tests.numbers import NUMBERS, numeric_fields, put, takes
-from tests.running import ROOT, Running, wait_gone
+from tests.running import ROOT, Running, settled, wait_gone
 
 CONTEXT_TOKENS = 160
 MODELS = ROOT / ".models"
@@ -442,7 +442,7 @@ def test_a_run_cancelled_at_any_moment_leaves_nothing_behind(here: Here, client:
     here.server.wait_left_alone()
     wait_gone([pid for pid in sandboxes() if pid not in before])
     client.run(generate("Hi again")).check()
-    left = client.statistics()
+    left = settled(client)
     engine = {
         name: left[f"cpu:0_smollm2_{name}"]
         for name in ("frames", "frames_free", "known_pages", "waiting", "live", "retained", "parked")

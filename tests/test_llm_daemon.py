@@ -12,7 +12,7 @@ from hexrt.core import RunState
 from hexrt.protocol.messages import Accepted, Update
 from hexrt.workflow.build import WorkflowBuilder
 from tests.llm_support import model_config
-from tests.running import Running
+from tests.running import Running, settled
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(300)  # the first step waits for torch and the model
@@ -26,7 +26,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 def pages(client: Client) -> tuple[float, float]:
     """Those that nobody has but prompts to come with the same beginning, and all."""
-    found: dict[str, float] = client.statistics()
+    found = settled(client)
     return found["cpu:0_small_frames_free"] + found["cpu:0_small_known_pages"], found["cpu:0_small_frames"]
 
 

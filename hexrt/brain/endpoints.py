@@ -50,6 +50,7 @@ class Endpoints:
         if DEFAULT not in models and first in self._devices:
             self._devices[DEFAULT] = self._devices[first]
         self._engines = {device: EndpointEngine(device[len(PREFIX) :]) for device in self._devices.values()}
+        self._used_ns: dict[str, int] = {}
         self._live: dict[str, dict[Key, _Sequence]] = {device: {} for device in self._engines}
 
     # --- where a step goes ------------------------------------------------------------------------------------------
@@ -146,6 +147,7 @@ class Endpoints:
         if isinstance(report, Seen):
             device.facts = report.facts
             return
+        self._used_ns[device.name] = report.at_ns
         for outcome in self._engines[device.name].reported(report):
             self._outcome(device.name, outcome, report.at_ns)
 
@@ -171,6 +173,11 @@ class Endpoints:
             self._fail(task, outcome.error, at_ns)
 
     # --- looking in -------------------------------------------------------------------------------------------------
+
+    def used(self, device: str) -> tuple[int, int]:
+        """When an endpoint last answered, 0 for never, and how many tokens it has answered."""
+        engine = self._engines.get(device)
+        return self._used_ns.get(device, 0), engine.statistics().answer_tokens if engine is not None else 0
 
     def statistics(self) -> dict[str, float]:
         return {

@@ -37,6 +37,7 @@ class ModelSource(msgspec.Struct, frozen=True):
     weight_bytes: int = 0  # about what it takes in memory
     endpoint: str = ""
     concurrency: int = 0  # of an endpoint
+    why: str = ""  # its config cannot be read
 
     @property
     def is_exact(self) -> bool:

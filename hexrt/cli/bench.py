@@ -244,10 +244,13 @@ def llm(
     about, folder = machine(), model.resolve() if model is not None else bench_llm.MODEL
     if (words := bench_llm.busy(os.getloadavg()[0])) and not as_json:
         print(words, file=sys.stderr)
+    if not as_json:
+        print("this takes some minutes; what is measured now:", file=sys.stderr)
     sizes = Sizes().quick() if quick else Sizes()
     plan = bench_llm.Plan(
         folder, ggufs or bench_llm.default_ggufs(folder), threads, sizes, frozenset(rows or bench_llm.ROWS),
         forms or bench_llm.default_forms(quick), peers, vllm_python,
+        (lambda text: None) if as_json else (lambda text: print(f"  {text}", file=sys.stderr, flush=True)),
     )  # fmt: skip
     found = bench_llm.measure(plan)
     about |= {"model": folder.name, "threads": threads, "load_after": round(os.getloadavg()[0], 2)}

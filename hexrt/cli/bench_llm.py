@@ -58,6 +58,7 @@ class Plan:
     forms: tuple[str, ...]  # the first is the one that the rows `hexrt ...` are of
     peers: bool = True
     vllm_python: str | None = None
+    tell: Callable[[str], None] = lambda text: None  # is told who is measured now
 
 
 @dataclass(slots=True)
@@ -112,6 +113,7 @@ def measure(plan: Plan) -> list[Row]:
         raise Unavailable("there is no model that can be read: run `make setup`, or name a folder", "--model") from error  # fmt: skip
     chosen = [known[name] for name in plan.forms]
     child = Child(plan, config, shape, known["exact"], [form for form in chosen if not form.is_exact])
+    plan.tell("the machine, and attention over pages")
     rows = [*machine_rows(plan, child)]
     bandwidth = next((row["value"] for row in rows if row["name"] == "memory read"), None)
     wanted = plan.rows & SERVED
@@ -122,6 +124,7 @@ def measure(plan: Plan) -> list[Row]:
         peers = [*measure_peers(plan, child, shape, wanted, rate)] if plan.peers else []
         rows += held(ours, peers) + bounds + [row for peer in peers for row in plain(peer)]
     if "divergence" in plan.rows and child.forms:
+        plan.tell("divergence from float32")
         rows += [bare(f"hexrt {each.what}", each) for each in child.run("divergence")]
     return rows
 
@@ -244,6 +247,7 @@ def measure_forms(
     for number, form in enumerate(chosen):
         subject = Subject("hexrt" if not number else f"hexrt {form.name}", form.is_exact, words=form.name)
         subjects.append(subject)
+        plan.tell(f"hexrt, {form.name}")
         try:
             about, rate = measure_form(form, plan.model, shape, plan.threads, plan.sizes, wanted, subject.found, rate)
             subject.words = f"{form.name} ({form.dtype}; {about.words})"
@@ -271,12 +275,14 @@ def measure_peers(
     fast = "bfloat16" if multiplies_bf16() else "float32"
     if wanted & {"prefill", "decode"}:
         for dtype in dict.fromkeys(("float32", fast)):
+            plan.tell(f"transformers, {dtype}")
             yield _transformers(child, dtype)
     if not plan.ggufs:
         yield Subject("llama.cpp", False, why="there is no GGUF file of this model: name one with --gguf")
     for file in plan.ggufs:
         subject = Subject(f"llama.cpp {quantisation(file)}", quantisation(file) == "F32")
         port = servers.free_port()
+        plan.tell(f"{subject.name}: {file.name}")
         command = servers.llama_command(file, port, plan.sizes, plan.threads)
         yield _served(subject, plan, wanted, shape, command, port, servers.llama_environment(), rate)
     subject = Subject(f"vLLM {fast}", fast == "float32")
@@ -285,6 +291,7 @@ def measure_peers(
         yield subject
         return
     port = servers.free_port()
+    plan.tell(subject.name)
     cache_bytes = plan.sizes.most_tokens * shape.page_bytes(fast, PAGE_TOKENS) // PAGE_TOKENS
     environment = servers.vllm_environment(plan.threads, 1 + (cache_bytes >> 30))
     command = servers.vllm_command(plan.vllm_python, plan.model, port, plan.sizes, fast)

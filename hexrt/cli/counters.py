@@ -38,6 +38,7 @@ ENGINE = {
     "live": "sequences that are computed, now",
     "parked": "sequences stopped for more urgent ones, now",
     "retained": "sequences kept for steps that go on from them, now",
+    "leaving": "sequences that have ended and that a chunk on its way still names, now",
     "frames": "pages that the device could have for the model",
     "frames_free": "of those, the free ones, now",
     "known_pages": "full pages that a prompt with the same beginning would share, now",

@@ -95,7 +95,9 @@ def _with_arrays_in_short(value: Any) -> Any:
 
 
 def error_text(error: ErrorRecord) -> str:
-    return one_line(f"{error.kind}: {error.message}")
+    """Its kind, the field that it is about where it is about one, and its message."""
+    where = f"{error.where}: " if "." in error.where else ""
+    return one_line(f"{error.kind}: {where}{error.message}")
 
 
 def print_outcome(outcome: Outcome) -> None:

@@ -375,7 +375,7 @@ class Engine:
         pages, counters = self.pages, self._counters
         return EngineStatistics(
             stages.count(Stage.WAITING), stages.count(Stage.LOADING), stages.count(Stage.LIVE), stages.count(Stage.PARKED),
-            stages.count(Stage.RETAINED), pages.capacity, pages.pool.room(pages.cls), len(pages.prefixes),
+            stages.count(Stage.RETAINED), stages.count(Stage.ENDED) + len(self._leaving), pages.capacity, pages.pool.room(pages.cls), len(pages.prefixes),
             counters.prompt_tokens, counters.shared_tokens, counters.answer_tokens, counters.chunks,
             counters.recalled_chunks, counters.dropped_sequences, counters.preemptions, self._holds.count,
         )  # fmt: skip

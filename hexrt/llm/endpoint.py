@@ -148,7 +148,7 @@ def request_of(params: Any, tokenised: bytes | msgspec.Raw | None, key: Hashable
     if not messages:  # a restart with another configuration lies between
         raise BadRequest("its prompt was made for a model that runs here: submit it again", "inputs.prompt")
     said = [text for text in texts if text]
-    return EndpointRequest(key, messages, sampling_of(params), "".join(said), len(said), tuple(logprobs))
+    return EndpointRequest(key, messages, sampling_of(params, key), "".join(said), len(said), tuple(logprobs))
 
 
 def conversation_of(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:

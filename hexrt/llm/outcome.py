@@ -78,6 +78,7 @@ class EngineStatistics(msgspec.Struct, frozen=True):
     live: int
     parked: int  # stopped for more urgent ones
     retained: int
+    leaving: int  # ended, and a chunk on its way names them
     frames: int  # that the device could have for this model's pages
     frames_free: int
     known_pages: int  # by the tokens that they hold: for whoever has the same beginning

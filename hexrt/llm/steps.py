@@ -6,6 +6,7 @@ Used by the daemon and by the tokenise body. Opens no file. Pure.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -140,16 +141,23 @@ def request_of(
         given = None
     if given is None or not given.ids:
         raise BadRequest("give it the whole output of an llm.prefill step by $ref", "inputs.prefix")
-    sampling = None if op == "llm.prefill" else sampling_of(params)
+    sampling = None if op == "llm.prefill" else sampling_of(params, key)
     return SequenceRequest(key, given.ids, sampling, answered, parent, retain, priority, answered_text)
 
 
-def sampling_of(params: Any) -> Sampling:
+def sampling_of(params: Any, key: Hashable) -> Sampling:
+    """`key`: of the sequence, which gives the seed where none was asked for."""
+    seed = own_seed(key) if params.seed is None else params.seed
     return Sampling(
-        params.temperature, params.top_k, params.top_p, params.seed, params.stop, params.max_tokens, params.ignore_eos,
+        params.temperature, params.top_k, params.top_p, seed, params.stop, params.max_tokens, params.ignore_eos,
         params.min_p, params.repetition_penalty, params.stop_tokens,
         -1 if params.logprobs is None else params.logprobs, grammar_of(params),
     )  # fmt: skip
+
+
+def own_seed(key: Hashable) -> int:
+    """Another one for each sequence, and the same after a restart."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
 
 
 def grammar_of(params: Any) -> Grammar | None:

@@ -40,7 +40,8 @@ class PrefillParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DecodeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling. An answer ends at the model's end-of-text token, a stop string, `max_tokens`, or where the context is full.
 
-    `temperature` 0 is greedy. The same `seed` gives the same answer, whatever runs beside it.
+    `temperature` 0 is greedy. The same `seed` gives the same answer, whatever runs beside it; without one, each task draws by a seed of its own,
+    which stays the same over its attempts and restarts.
     """
 
     model: ModelName = "default"
@@ -49,7 +50,7 @@ class DecodeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     top_k: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0  # 0: off
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # 1: off
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # None: each task of each run draws its own
     stop: Annotated[tuple[StopString, ...], msgspec.Meta(max_length=16)] = ()
     ignore_eos: bool = False
     min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the likeliest token's probability; 0: off

@@ -11,8 +11,8 @@ class ModelPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A model on one device, or with the server that answers for it."""
 
     device: str
-    state: str  # unloaded, waiting (for room), loading, loaded, draining, unloading, refused; of a server or device: ready, unreachable, starting, lost
-    why: str = ""  # it is refused, drains, or its device is lost
+    state: str  # unloaded, waiting (for room), loading, loaded, draining, unloading, refused, unreadable; of a server or device: ready, unreachable, starting, lost
+    why: str = ""  # it is refused, unreadable, drains, or its device is lost
     weight_bytes: int = 0  # that it takes there now
     live: int = 0  # sequences that are computed
     waiting: int = 0  # for the model, or for pages

@@ -30,6 +30,7 @@ from hexrt.protocol.host import HOST
 from hexrt.scheduling.links import Links
 
 log = logging.getLogger("hexrtd")
+MOST_WHY = 300
 WRITERS = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.DISK)
 """Who moves pages, or uses them in place. Everybody else reads."""
 
@@ -57,11 +58,21 @@ def model_source(path: str, model: Model) -> ModelSource:
         config = read_config(Path(path))
         shape = model_shape(config)
         weight_bytes = about_weight_bytes(Path(path), config, model.dtype, model.weights)
-    except (OSError, ValueError, HexrtError):  # its host will say why it cannot be served
-        return source
+    except (OSError, ValueError, HexrtError) as error:  # its steps will be told by whoever reads it
+        return replace(source, why=why_unreadable(Path(path), error))
     page_bytes = shape.page_bytes(model.kv_dtype or model.dtype, PAGE_TOKENS)
     page_bytes += -page_bytes % GRANULE
     return replace(source, page_bytes=page_bytes, context_tokens=shape.context_tokens, weight_bytes=weight_bytes)
+
+
+def why_unreadable(path: Path, error: Exception) -> str:
+    """What a model's files lack, without the path of its folder."""
+    if not path.exists():
+        return "there is no such folder or file"
+    if isinstance(error, OSError):
+        return f"{Path(error.filename).name if error.filename else 'a file'} cannot be read: {error.strerror}"
+    text = error.message if isinstance(error, HexrtError) else str(error)
+    return text.replace(str(path), "its folder")[:MOST_WHY]
 
 
 class Arenas:

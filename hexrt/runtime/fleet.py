@@ -7,6 +7,7 @@ that whatever is posted as an event is about the current attempt. A host that di
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from hexrt.values import NAMING, names_any
 if TYPE_CHECKING:  # brings an HTTP client
     from hexrt.devices.endpoint import EndpointDevice
 
+log = logging.getLogger("hexrtd")
 GRACE_NS = 50_000_000
 """How long a stopped task may go on before its worker is killed for it."""
 STARTS = 3
@@ -141,6 +143,8 @@ class Fleet:
             return
         device, now = member.device, self._clock.now_ns()
         reason = member.watch.hung or reason
+        if not member.died_of:
+            log.warning("the host of %s died with %d tasks: %s", device.name, len(device.window), reason)
         member.watch = Watchdog()
         was_ready, device.ready = device.ready, False
         culprit = link.last_command or link.last_begun  # the last may have ended just now, and its report is lost

@@ -25,7 +25,7 @@ def models_of(brain: Brain, now_ns: int, is_admin: bool) -> ModelList:
     return ModelList(
         0,
         tuple(
-            _served(name, source, brain, is_admin) if source.endpoint else _loaded(name, source, brain, devices, now_ns, is_admin)
+            _served(name, source, brain, now_ns, is_admin) if source.endpoint else _loaded(name, source, brain, devices, now_ns, is_admin)
             for name, source in brain.engines.models.items()
         ),
         tuple(
@@ -83,24 +83,27 @@ def _state(name: str, brain: Brain, device: Device, entry: Entry | None, now_ns:
         return "refused", text
     weights = shelf.find(name)
     if weights is None:
-        return _absent(shelf, name, entry, now_ns)
+        return _absent(shelf, name, entry, now_ns, brain.engines.models[name].why)
     if weights.draining:
         return "draining", shelf.why_making_way
     return {Stand.LOADING: "loading", Stand.LOADED: "loaded", Stand.UNLOADING: "unloading"}[weights.stand], ""
 
 
-def _absent(shelf: Shelf, name: str, entry: Entry | None, now_ns: int) -> tuple[str, str]:
+def _absent(shelf: Shelf, name: str, entry: Entry | None, now_ns: int, why: str) -> tuple[str, str]:
+    """`why`: what was wrong with its files at the start."""
     if (refusal := shelf.last_refusal(name)) is not None:
         again = f", {refusal.times} times in a row" if refusal.times > 1 else ""
         return "refused", f"{refusal.error.message} (tried {(now_ns - refusal.at_ns) // 10**9} s ago{again})"
-    return "waiting" if entry is not None and entry.waiting else "unloaded", ""
+    if entry is not None and entry.waiting:
+        return "waiting", ""
+    return ("unreadable", why) if why else ("unloaded", "")
 
 
 def _state_of(device: Device) -> tuple[str, str]:
     return ("lost", device.lost) if device.lost else ("ready" if device.ready else "starting", "")
 
 
-def _served(name: str, source: ModelSource, brain: Brain, is_admin: bool) -> ModelStatus:
+def _served(name: str, source: ModelSource, brain: Brain, now_ns: int, is_admin: bool) -> ModelStatus:
     """A model that a server answers for: its device is the server."""
     device = brain.devices.get(f"endpoint:{name}")
     url = urlsplit(source.endpoint)
@@ -110,7 +113,14 @@ def _served(name: str, source: ModelSource, brain: Brain, is_admin: bool) -> Mod
         state, why = _state_of(device)
         why = why or str(device.facts.get("why", ""))
         state = "unreachable" if state == "ready" and device.facts.get("reachable") is False else state
-        places = (ModelPlace(device.name, state, why[:MOST_WHY], live=len(device.window), limit=source.concurrency),)
+        used_ns, tokens = brain.engines.endpoints.used(device.name)
+        ago_s = (now_ns - used_ns) / 1e9 if used_ns else None
+        places = (
+            ModelPlace(
+                device.name, state, why[:MOST_WHY], live=len(device.window), limit=source.concurrency,
+                used_s=ago_s, answer_tokens=tokens,
+            ),
+        )  # fmt: skip
     facts = (
         {key: value for key, value in device.facts.items() if key not in ("url", "why", "reachable")} if device else {}
     )
