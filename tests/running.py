@@ -32,10 +32,12 @@ modules = ["tests.hostile"]
 def settled(client: Client) -> dict[str, float]:
     """The counters once no chunk that is with a host names a sequence that has ended: its pages are given back a little after its answer."""
     end = time.monotonic() + 20
-    while any(value for name, value in (found := client.statistics()).items() if name.endswith("_leaving")):
+    while True:
+        found: dict[str, float] = client.statistics()
+        if not sum(value for name, value in found.items() if name.endswith("_leaving")):
+            return found
         assert time.monotonic() < end, found
         time.sleep(0.01)
-    return found
 
 
 class Running:
