@@ -134,6 +134,13 @@ def test_a_config_that_says_nothing_is_refused_by_name(folder: Path, content: st
         read_shape("tiny", folder)
 
 
+def test_a_pipe_is_refused_by_name_and_nobody_waits_for_it(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(Unavailable, match=r"config.json of the model 'tiny' cannot be read"):
+        read_shape("tiny", folder)
+
+
 def test_links_that_lead_nowhere_are_refused_by_name(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
@@ -184,10 +191,14 @@ def test_a_host_refuses_broken_models_by_name_and_serves_the_next(host: HostProc
         BROKEN[how][0](make(models / how, "llama"))
         broken.append(how)
     (models / "bad.gguf").write_bytes(b"GGUF" + os.urandom(64))
+    for name, size in (("words", 10**10), ("more words", 10**14)):
+        config(make(models / name, "llama"), vocab_size=size)
+        broken.append(name)
+    os.mkfifo(models / "pipe.gguf")
     (models / "no tokeniser").mkdir()
     for file in ("config.json", "model.safetensors"):
         os.link(good / file, models / "no tokeniser" / file)
-    for path in (*broken, "bad.gguf", "no tokeniser", "nowhere"):
+    for path in (*broken, "bad.gguf", "pipe.gguf", "no tokeniser", "nowhere"):
         report = host.ask(LoadModel(host.command(), "tiny", path, "float32", 16))
         assert isinstance(report, HostFailed), path
         assert report.error.kind == "unavailable" and "'tiny'" in report.error.message

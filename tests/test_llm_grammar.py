@@ -95,16 +95,23 @@ def test_ids_from_before_that_its_grammar_never_allowed_end_the_sequence_by_name
 
 
 def test_a_grammar_that_is_none_ends_its_own_sequence_alone(hand: Hand) -> None:
-    bad = [held("regex", "("), held("json_schema", {"type": "nonsense"}), held("json_schema", "{"), held("poem", "x")]
+    bad = [
+        held("regex", "("),
+        held("json_schema", {"type": "nonsense"}),
+        held("json_schema", "{"),
+        held("poem", "x"),
+        held("json_schema", {"$ref": "#"}),
+    ]
     said = hand.answers([*bad, sampling(5), held("regex", "ab")])
     assert [token.finish for token in said] == [
         "error: params.regex: unclosed group",
         "error: params.json_schema: Invalid type: nonsense",
         "error: params.json_schema: EOF while parsing an object at line 1 column 1",
         "error: params: there is no grammar of kind 'poem'",
+        "error: params.json_schema: there is no text that it allows",
         "length", "stop",
     ]  # fmt: skip
-    assert said[5].text == "ab"
+    assert said[6].text == "ab"
 
 
 def test_a_grammar_without_a_tokeniser_is_refused_by_name(tmp_path: Path, hand: Hand) -> None:

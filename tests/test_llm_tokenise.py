@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,8 @@ def test_a_template_may_stand_in_a_file_of_its_own_or_be_one_of_several(altered:
         ("config.json", '{"a": ' * 5000, "tokeniser of the model 'small' cannot be read"),
         ("tokenizer_config.json", "[" * 5000, "tokeniser of the model 'small' cannot be read"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "cannot be read"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "cannot be read"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}, 5]}', "has no chat template"),
     ],
 )
 def test_a_broken_model_folder_is_named_without_its_path(
@@ -221,6 +224,20 @@ def test_a_broken_model_folder_is_named_without_its_path(
     with pytest.raises(Unavailable, match=words) as caught:
         tokens(altered, {"prompt": "a"})
     assert str(altered.parent) not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_in_a_model_folder_is_refused_and_nobody_waits_for_it(altered: Path, name: str) -> None:
+    (altered / name).unlink(missing_ok=True)
+    os.mkfifo(altered / name)
+    with pytest.raises(Unavailable, match="tokeniser of the model 'small' cannot be read"):
+        tokens(altered, {"prompt": "a"})
+
+
+def test_a_template_that_writes_nothing_is_said_so(altered: Path) -> None:
+    set_template(altered, "{# nothing #}")
+    with pytest.raises(BadRequest, match="make no token"):
+        tokens(altered, {"prompt": "a"})
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def _source(kind: str, source: str) -> str:
 
 
 def _refused(kind: str, message: str) -> BadRequest:
+    message = message.replace("NoExtensionBias", "there is no text that it allows")
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     # An expression's error is drawn over several lines, with the reason last.
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines

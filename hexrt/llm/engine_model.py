@@ -50,10 +50,16 @@ class PagedModel:
         self.arena = view_pages(whole, getattr(torch, self.kv_dtype), self.page_bytes, page)
         self.attend, self.attend_why = choose(getattr(torch, dtype), self.arena.dtype, self.shape.head_dim)
         self.draw = Sampler(self.arena.device)
-        self.buffers = PassBuffers(self.arena.device, self.shape.vocabulary, page_tokens)
-        load = partial(load_weights, name, folder, dtype)
-        self.levers = load_proven(self, load, lambda module: apply(module, weights, dtype, threads))
+        self.levers = load_proven(
+            self, partial(self._load, folder), lambda module: apply(module, weights, dtype, threads)
+        )
         self.eos = end_tokens(self.module)
+
+    def _load(self, folder: Path) -> Any:
+        module = load_weights(self.name, folder, self.dtype)
+        # Not before: the weights have shown that the config does not speak of a vocabulary of billions.
+        self.buffers = PassBuffers(self.arena.device, self.shape.vocabulary, self.page_tokens)
+        return module
 
     @torch.inference_mode()
     def step(self, inputs: Pass) -> Drawn:

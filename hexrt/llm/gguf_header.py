@@ -7,12 +7,13 @@ taken for it. No library is needed but for the sizes of tensor types. Format: th
 from __future__ import annotations
 
 import mmap
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -98,7 +99,7 @@ class _Bytes:
 
 def read_header(path: Path) -> Header:
     """All of the header. Raises GgufFault, or OSError where the file cannot be read."""
-    with path.open("rb") as file, _mapped(file.fileno()) as data:
+    with _opened(path) as file, _mapped(file.fileno()) as data:
         cursor = _Bytes(data)
         tensors, entries = _counts(cursor)
         meta = dict(_entries(cursor, entries))
@@ -107,9 +108,15 @@ def read_header(path: Path) -> Header:
 
 def read_shape_meta(path: Path) -> dict[str, Any]:
     """The metadata up to the tokens, which are many: instead of them their number. Raises as `read_header`."""
-    with path.open("rb") as file, _mapped(file.fileno()) as data:
+    with _opened(path) as file, _mapped(file.fileno()) as data:
         cursor = _Bytes(data)
         return dict(_entries(cursor, _counts(cursor)[1], stop=TOKENS))
+
+
+def _opened(path: Path) -> BinaryIO:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+        raise GgufFault("it is no file")
+    return path.open("rb")
 
 
 def _mapped(fd: int) -> mmap.mmap:

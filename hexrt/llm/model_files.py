@@ -7,6 +7,7 @@ safetensors, or one .gguf file.
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,8 @@ def _decoded(path: Path, kind: type[T]) -> T:
 
 
 def _read(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+        raise ValueError(f"{path.name} is no file")
     with path.open("rb") as file:
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:

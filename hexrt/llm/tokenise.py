@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,8 @@ def run(context: StepContext, params: Any, inputs: dict[str, Any]) -> dict[str, 
         path = Path(context.models_dir) / model["path"]
         vocabulary = load_vocabulary(folder_of(path, name, Path(context.state_dir)), name)
         ids = tokenise(vocabulary, name, params.raw, inputs)
+        if not ids:
+            raise BadRequest(f"the tokeniser and chat template of {name!r} make no token of it", "inputs.prompt")
         check_room(name, len(ids), vocabulary.context_tokens)
     except HexrtError as error:
         raise type(error)(error.message, f"{context.step}.{error.where}" if error.where else context.step) from error
@@ -195,7 +198,7 @@ def _load(folder: str, stamp: int) -> Vocabulary:
     shape = model_shape(_table(path / "config.json"))
     settings_file = path / "tokenizer_config.json"
     settings = _table(settings_file) if settings_file.exists() else {}
-    source = (path / "tokenizer.json").read_text(encoding="utf-8")
+    source = _text(path / "tokenizer.json")
     try:
         tokeniser = Tokenizer.from_str(source)
     except Exception as error:  # tokenizers raises plain Exception for a file that it cannot read
@@ -211,8 +214,14 @@ def _load(folder: str, stamp: int) -> Vocabulary:
     return Vocabulary(tokeniser, _template(path, settings), tokens, shape.context_tokens, shape.vocabulary, special)
 
 
+def _text(path: Path) -> str:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+        raise ValueError(f"{path.name} is no file")
+    return path.read_text(encoding="utf-8")
+
+
 def _table(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = json.loads(_text(path))
     if not isinstance(value, dict):
         raise ValueError(path.name)
     return value
@@ -224,11 +233,13 @@ def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     file = path / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
+    source = _text(file) if file.exists() else settings.get("chat_template")
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        source = {e["name"]: e.get("template") for e in source if isinstance(e, dict) and "name" in e}.get("default")
     if not source:
         return None
+    if not isinstance(source, str):
+        raise ValueError("chat template")
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
