@@ -105,6 +105,7 @@ SHAPES: dict[str, Shape] = {
     "float32 of 128": ("float32", "float32", 32, 8, 128),
     "float32 of 128 over float16 pages": ("float32", "float16", 32, 8, 128),
     "float32 of 256 over bfloat16 pages": ("float32", "bfloat16", 8, 4, 256),
+    "float32, a group of 40 heads, over bfloat16 pages": ("float32", "bfloat16", 40, 1, 96),
     "bfloat16 of 64 over float32 pages": ("bfloat16", "float32", 9, 3, 64),
     "bfloat16 of 128 over float32 pages": ("bfloat16", "float32", 14, 2, 128),
     "float16 of 256 over float32 pages": ("float16", "float32", 8, 4, 256),

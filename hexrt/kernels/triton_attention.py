@@ -80,7 +80,8 @@ def choose_sizes(query: Tensor, arena: Tensor, product: torch.dtype | None = Non
     page_size = arena.element_size()
     if product == torch.float32:
         same = page_size == product.itemsize
-        keys, queries = 32 if padded <= 128 else 16, max(group, 32)
+        keys = 32 if padded <= 128 and (same or group <= 32) else 16
+        queries = max(group, 32)
         warps, stages = 4 if padded <= 64 and same else 8, 2 if same else 1
     else:
         keys, queries = 32 if page_size > product.itemsize else 64, max(group, 128 if padded <= 64 else 64)
