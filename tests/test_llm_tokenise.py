@@ -325,3 +325,9 @@ def test_the_shape_gives_the_bytes_of_a_page(folder: Path) -> None:
     assert shape == ModelShape(30, 3, 64, 8192, 49152)
     assert shape.page_bytes("bfloat16", 16) == 360 << 10
     assert NAME == folder.name
+
+
+def test_a_chat_template_that_takes_all_memory_fails_its_step_by_the_models_name(altered: Path) -> None:
+    set_template(altered, "{{ 'x' * 10 ** 10 }}")
+    with pytest.raises(TaskFailed, match="chat template of 'small' takes more than 256 MiB"):
+        tokens(altered, {"prompt": "a"})

@@ -61,6 +61,12 @@ def check_fits(node: Node, models: Mapping[str, ModelSource], keeper: Keeper, de
     limit = min(getattr(params, "max_tokens", 0), source.context_tokens - 1)
     pages = -(-(1 + limit) // PAGE_TOKENS)
     most = max((keeper.pool.capacity(keeper.page_class(d, source.page_bytes)) for d in devices), default=pages)
+    if not most:
+        raise BadRequest(
+            f"a page of {params.model!r} has {source.page_bytes >> 10} KiB, more than any device's memory for pages: raise "
+            "cpu.arena_mib (where that is 0, memory.host_mib), unless its config.json is wrong",
+            f"steps.{node.id}.params.model",
+        )
     if pages > most:
         raise BadRequest(
             f"{limit} tokens need {pages} pages of {source.page_bytes >> 10} KiB, and no device can have more than {most}: "

@@ -18,6 +18,7 @@ from hexrt.errors import BadRequest, HexrtError, TaskFailed, Unavailable
 from hexrt.llm.engine_grammar import check_grammar
 from hexrt.llm.gguf_folder import folder_of
 from hexrt.llm.steps import check_numerics, check_room, grammar_of, model_shape, resolve_model
+from hexrt.ops._template import EXTRA_BYTES, memory_limit
 from hexrt.ops.llm import ChatMessage, Continued, DecodeParams
 from hexrt.ops.spec import StepContext
 
@@ -155,8 +156,11 @@ def render(vocabulary: Vocabulary, name: str, messages: list[dict[str, str]]) ->
             f"the model {name!r} has no chat template: set `raw` and write the whole prompt", "params.raw"
         )
     try:
-        return vocabulary.template.render(messages=messages, add_generation_prompt=True, **vocabulary.tokens)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:  # fmt: skip
+        with memory_limit():
+            return vocabulary.template.render(messages=messages, add_generation_prompt=True, **vocabulary.tokens)
+    except MemoryError:
+        raise TaskFailed(f"the chat template of {name!r} takes more than {EXTRA_BYTES >> 20} MiB for these messages", "inputs") from None  # fmt: skip
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:  # fmt: skip
         raise TaskFailed(f"the chat template of {name!r} refuses these messages: {error}", "inputs") from error
 
 

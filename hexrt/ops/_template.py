@@ -34,7 +34,8 @@ def _compile(source: str) -> Template:
 
 
 @contextmanager
-def _memory_limit() -> Iterator[None]:
+def memory_limit() -> Iterator[None]:
+    """What is done inside takes no more than EXTRA_BYTES beyond what the process has; else it meets a MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as statm:
         now_bytes = int(statm.read().split()[0]) * resource.getpagesize()
@@ -55,7 +56,7 @@ def render(step: str, source: str, values: dict[str, Any], max_characters: int) 
     parts: list[str] = []
     size = 0
     try:
-        with _memory_limit():
+        with memory_limit():
             for part in _compile(source).generate(values):
                 size += len(part)
                 if size > max_characters:

@@ -54,7 +54,7 @@ class DecodeParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Annotated[tuple[StopString, ...], msgspec.Meta(max_length=16)] = ()
     ignore_eos: bool = False
     min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the likeliest token's probability; 0: off
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0  # over prompt and answer; 1: off
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0  # over prompt and answer; 1: off
     stop_tokens: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=64)] = ()
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = (
         None  # of each answer token, and so many of the likeliest beside it
