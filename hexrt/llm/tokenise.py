@@ -249,7 +249,8 @@ def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
     )
     environment.globals["raise_exception"] = _refuse
     try:
-        return environment.from_string(source)
+        with memory_limit():  # it computes constants already
+            return environment.from_string(source)
     except TemplateError as error:
         raise ValueError("chat template") from error
 
