@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
 from hexrt.errors import BadRequest  # noqa: E402
-from hexrt.llm.engine_grammar import MOST_SOURCE, check_grammar  # noqa: E402
+from hexrt.llm.engine_grammar import MOST_SCHEMAS, MOST_SOURCE, MOST_TEXT, check_grammar  # noqa: E402
 from hexrt.protocol.host import ChunkSequence, Grammar, Sampling, Token  # noqa: E402
 from tests.llm_hand import PROMPT, Hand, sampling  # noqa: E402
 
@@ -153,6 +153,14 @@ def _chunk(entry: ChunkSequence) -> Any:
         ("json_schema", '{"type":"array","items":' * 3000 + "{}" + "}" * 3000, "recursion"),
         ("json_schema", {"allOf": [{"anyOf": [{"type": "object", "properties": {f"a{i}{j}": {"type": "string"}}} for j in range(10)]} for i in range(10)]}, "large"),
         ("json_schema", {"description": "x" * MOST_SOURCE}, "at most"),
+        ("regex", r"[^\s\S]", "no text that it allows"),
+        ("regex", "((a{1,1000}){1,1000}){1,1000}", "too many expressions"),
+        ("regex", "x" * (MOST_TEXT + 1), "at most 16384"),
+        ("json_schema", {"const": "x" * MOST_TEXT}, "have 16386 characters, and at most 16384"),
+        ("json_schema", {"properties": {"x" * MOST_TEXT: {"pattern": "a"}}}, "have 16387 characters"),
+        ("json_schema", {"properties": {"a": {"const": {"properties": ["x" * MOST_TEXT]}}}}, "characters, and at most 16384"),
+        ("json_schema", {"properties": {str(n): {"type": "integer"} for n in range(MOST_SCHEMAS)}}, "501 schemas"),
+        ("json_schema", {"anyOf": [{"type": "array", "items": {"const": n}} for n in range(300)]}, "601 schemas"),
     ],
 )  # fmt: skip
 def test_what_no_answer_can_be_held_to_is_refused_before_anything_is_read(kind: str, source: Any, words: str) -> None:
@@ -164,7 +172,29 @@ def test_what_no_answer_can_be_held_to_is_refused_before_anything_is_read(kind: 
 
 def test_what_can_be_held_to_passes() -> None:
     check_grammar("json_schema", json.dumps(SCHEMA))
+    check_grammar("json_schema", json.dumps({"description": "x" * (MOST_TEXT + 1), "const": 7, "examples": [{}] * 600}))
+    check_grammar("json_schema", json.dumps({"enum": [f"word {n}" for n in range(1000)]}))
     check_grammar("regex", "[ab]+")
+    check_grammar("regex", "x{0,9}")
+    check_grammar("regex", "")
+
+
+def test_an_expression_may_hold_what_the_library_writes_grammars_with(hand: Hand) -> None:
+    for text in ('a/b "c"', "x\\n| start: y", "%ignore /a/"):
+        (token,) = hand.answers([held("regex", re.escape(text), 60)])
+        assert (token.text, token.finish) == (text, "stop")
+
+
+def test_text_that_must_follow_is_not_looked_for_ahead(hand: Hand) -> None:
+    """Looking ahead leaves one token; without it every beginning of the text is allowed, and the time for a token does not grow with the text."""
+    grammars = hand.engine.grammars
+    size = hand.model.shape.vocabulary
+    state = grammars.start(Grammar("regex", "the world" * 1000))
+    mask = torch.zeros(-(-size // 32), dtype=torch.int32)
+    state.allow(mask.data_ptr(), 4 * mask.numel())
+    allowed = [token for token in range(size) if int(mask[token // 32]) >> token % 32 & 1]
+    assert len(allowed) > 1
+    assert all("the world".startswith(hand.tokeniser.decode([token])) for token in allowed)
 
 
 HOSTILE = (

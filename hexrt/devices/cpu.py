@@ -258,7 +258,8 @@ class CpuProgram(HostProgram):
             message.kv_dtype, self._threads,
         )  # fmt: skip
         decode = partial(tokeniser.decode, skip_special_tokens=True)
-        self._models[message.model] = ModelEngine(
-            model, decode, partial((folder / "tokenizer.json").read_text, "utf-8")
-        )
-        return msgspec.structs.asdict(about(model, path, self._threads))
+        engine = ModelEngine(model, decode, partial((folder / "tokenizer.json").read_text, "utf-8"))
+        engine.grammars.prepare()
+        facts = msgspec.structs.asdict(about(model, path, self._threads))
+        self._models[message.model] = engine
+        return facts

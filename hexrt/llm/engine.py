@@ -33,7 +33,7 @@ class ModelEngine:
         self.model = model
         self.stale_bindings = 0
         self._decode = decode
-        self._grammars = Grammars(tokeniser, model.shape.vocabulary, model.eos)
+        self.grammars = Grammars(tokeniser, model.shape.vocabulary, model.eos)
         self._sequences: dict[int, HostSequence] = {}
         self._masked: set[int] = set()
 
@@ -97,7 +97,7 @@ class ModelEngine:
         grammar = None
         if not fault and sampling.grammar is not None:
             try:
-                grammar = self._grammars.start(sampling.grammar)
+                grammar = self.grammars.start(sampling.grammar)
             except (BadRequest, Unavailable) as error:
                 fault = f"{error.where}: {error.message}"
         if fault:

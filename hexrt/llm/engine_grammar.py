@@ -1,15 +1,22 @@
 """What an answer's text may go on with: JSON schemas and regular expressions, through llguidance.
 
 Owns a model's compiled grammars and each sequence's place in its own. `check_grammar` needs no model and no torch, so that the pool can
-refuse a schema before anything is read. Work and memory are bounded by the library's fuel: a hostile grammar is refused or ends its own
-sequence, after some ten milliseconds at the worst. All of a `GrammarState` can be made again from the answer's ids.
+refuse a schema before anything is read. All of a `GrammarState` can be made again from the answer's ids.
+
+Everybody's tokens wait while a grammar is compiled and while its next tokens are looked for, so both are bounded: by the library's fuel,
+by the limits below, and by `no_forcing`. With it, the library does not look ahead for all the text that must follow, which takes time with
+its length, for each token again; what may be said is the same.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from hexrt.errors import BadRequest, Unavailable
 from hexrt.protocol.host import Grammar
@@ -18,20 +25,49 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MOST_SOURCE = 1 << 18
-"""Characters of a schema or expression; the library's time to refuse one grows with them."""
+"""Characters of a schema, of what only people read in it too; the library's time to refuse one grows with them."""
+MOST_TEXT = 16 << 10
+"""Characters of an expression, and of all patterns, names and values that a schema holds answers to."""
+MOST_SCHEMAS = 500
+"""Schemas within a schema: of properties, of branches, of items. 500 with patterns of their own compile in a tenth of a second."""
 KEPT = 32
 """Compiled grammars kept for the next answer under the same one."""
 WHITESPACE = r"\n {0,24}| "
 """Between the tokens of JSON. Bounded: a small model that may indent for ever does."""
+TRIED_BYTES = 64
+"""Of some text that a grammar allows, before it is taken: some fail at once, some only on the way."""
+OPTIONS = '%llguidance {"no_forcing": true}\nstart: '
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 
 
 def check_grammar(kind: str, source: str) -> None:
     """Raises BadRequest naming the parameter where no text could be held to it, Unavailable where llguidance is not installed."""
-    from_library = _library()
-    compiled = _source(kind, source)
-    failed, messages = from_library.LLMatcher.validate_grammar_with_warnings(compiled, None, limits=_limits())
-    if failed:
-        raise _refused(kind, messages[0] if messages else "it cannot be compiled")
+    library = _library()
+    tokens = library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=len(_Bytes.tokens))
+    matcher = _compile(tokens, kind, source)
+    for _ in range(TRIED_BYTES):
+        allowed = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(kind, matcher.get_error())
+        if matcher.is_stopped():
+            return
+        bits = int.from_bytes(allowed, "little") & ((1 << 256) - 1)
+        if not bits:
+            return
+        matcher.consume_token(bits.bit_length() - 1)
+
+
+class _Bytes:
+    """A tokeniser whose tokens are the bytes and an end, in the form that the library asks for."""
+
+    tokens = (*(bytes((byte,)) for byte in range(256)), b"\xff<end>")
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
 
 def _library() -> Any:
@@ -51,23 +87,74 @@ def _limits() -> LLParserLimits:
     return limits
 
 
+def _compile(tokens: LLTokenizer, kind: str, source: str) -> LLMatcher:
+    matcher: LLMatcher = _library().LLMatcher(tokens, _source(kind, source), log_level=0, limits=_limits())
+    if matcher.is_error():
+        raise _refused(kind, matcher.get_error())
+    return matcher
+
+
 def _source(kind: str, source: str) -> str:
-    """In the library's own form. Nothing is refused here but what is too long or no JSON."""
-    if len(source) > MOST_SOURCE:
-        raise _refused(kind, f"it has {len(source)} characters, and at most {MOST_SOURCE} are taken")
+    """In the library's own form. Nothing is refused here but what is too large or no JSON."""
+    most = MOST_TEXT if kind == "regex" else MOST_SOURCE
+    if len(source) > most:
+        raise _refused(kind, f"it has {len(source)} characters, and at most {most} are taken")
+    if kind not in ("regex", "json_schema"):
+        raise BadRequest(f"there is no grammar of kind {kind!r}", "params")
     matcher = _library().LLMatcher
     if kind == "regex":
-        return str(matcher.grammar_from_regex(source))
-    if kind != "json_schema":
-        raise BadRequest(f"there is no grammar of kind {kind!r}", "params")
+        rule = msgspec.json.decode(matcher.grammar_from_regex(source), type=_Source).grammars[0].lark_grammar or ""
+        return OPTIONS + rule.removeprefix("start: ")
     try:
-        return str(matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE}))
+        made = matcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
+        schema = msgspec.json.decode(made, type=_Source).grammars[0].json_schema
+        size = _Size().add(msgspec.json.decode(source))
     except ValueError as error:
         raise _refused(kind, str(error)) from None
+    if size.text > MOST_TEXT:
+        raise _refused(kind, f"its patterns, names and values have {size.text} characters, and at most {MOST_TEXT} are taken")  # fmt: skip
+    if size.schemas > MOST_SCHEMAS:
+        raise _refused(kind, f"it is made of {size.schemas} schemas (properties, branches, items), and at most {MOST_SCHEMAS} are taken")  # fmt: skip
+    return f"{OPTIONS}%json {bytes(schema).decode()}"
+
+
+class _Grammar(msgspec.Struct):
+    lark_grammar: str | None = None
+    json_schema: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Source(msgspec.Struct):
+    """What the library makes of an expression or schema."""
+
+    grammars: list[_Grammar]
+
+
+class _Size:
+    """Of a schema: the schemas in it, and the characters that an answer may be held to."""
+
+    def __init__(self) -> None:
+        self.schemas = self.text = 0
+
+    def add(self, schema: Any) -> _Size:
+        if isinstance(schema, list):
+            for one in schema:
+                self.add(one)
+        elif isinstance(schema, dict):
+            self.schemas += 1
+            for key, value in schema.items():
+                if key in ("const", "enum", "pattern", "required"):
+                    self.text += len(msgspec.json.encode(value))
+                elif key in MAPS and isinstance(value, dict):
+                    self.text += sum(map(len, value))
+                    self.add(list(value.values()))
+                elif key not in ("default", "examples"):
+                    self.add(value)
+        return self
 
 
 def _refused(kind: str, message: str) -> BadRequest:
     message = message.replace("NoExtensionBias", "there is no text that it allows")
+    message = _PLACE.sub("", message)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     # An expression's error is drawn over several lines, with the reason last.
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
@@ -120,10 +207,7 @@ class Grammars:
         """At the beginning of an answer, or after `answered`. Raises BadRequest or Unavailable, naming the parameter."""
         key = grammar.kind, grammar.source
         if key not in self._compiled:
-            matcher = _library().LLMatcher(self._tokenizer(), _source(*key), log_level=0, limits=_limits())
-            if matcher.is_error():
-                raise _refused(grammar.kind, matcher.get_error())
-            self._compiled[key] = matcher
+            self._compiled[key] = _compile(self._tokenizer(), *key)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
@@ -131,6 +215,14 @@ class Grammars:
         for token in answered:
             state.take(token)
         return state
+
+    def prepare(self) -> None:
+        """Makes the model's vocabulary what grammars need, which takes 0.3 s for 50 000 tokens and would hold up everybody at the first answer.
+
+        What keeps it from that is told to each answer that asks for a grammar.
+        """
+        with suppress(Unavailable):
+            self._tokenizer()
 
     def _tokenizer(self) -> LLTokenizer:
         if self._tokens is None:
