@@ -95,8 +95,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "vocabulary": (lambda f: config(f, vocab_size=330), "weights are missing or of another shape"),
     "heads": (lambda f: config(f, num_attention_heads=8), "weights are missing or of another shape"),
     "KV heads": (lambda f: config(f, num_key_value_heads=4), "weights are missing or of another shape"),
-    "activation": (lambda f: config(f, hidden_act="nothing"), "cannot be loaded"),
-    "words": (lambda f: config(f, rope_parameters="x"), "cannot be loaded"),
+    "activation": (lambda f: config(f, hidden_act="nothing"), "its config has a value that transformers does not know: 'nothing'"),
+    "rope": (lambda f: config(f, rope_parameters={"rope_type": "none", "rope_theta": 1e4}), "that transformers does not know: 'none'"),
+    "words": (lambda f: config(f, rope_parameters="x"), "field 'rope_parameters': TypeError: Field 'rope_parameters' with value 'x'"),
+    "end": (lambda f: config(f, eos_token_id="x"), "field 'eos_token_id': TypeError: Field 'eos_token_id' with value 'x' doesn't match"),
+    "epsilon": (lambda f: config(f, rms_norm_eps="x"), r"field 'rms_norm_eps': TypeError: .* expected float, got str"),
 }  # fmt: skip
 
 
@@ -167,6 +170,13 @@ def test_a_tokeniser_without_a_chat_template_still_takes_a_raw_prompt(folder: Pa
     with pytest.raises(Unavailable, match="'tiny' has no chat template: set `raw`"):
         tokenise(vocabulary, "tiny", False, {"prompt": "the"})
     assert tokenise(vocabulary, "tiny", True, {"prompt": "the"})
+
+
+def test_a_chat_template_that_cannot_be_parsed_is_refused_by_name_and_line(folder: Path) -> None:
+    save_tokeniser(folder, "{% set a = 1 %}\n{% nonsense %}")
+    with pytest.raises(Unavailable, match=r"'tiny' cannot be used: its chat template has a syntax error in line 2: .*'nonsense'") as caught:  # fmt: skip
+        load_vocabulary(folder, "tiny")
+    assert caught.value.where == "params.model"
 
 
 # --- in a host ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from hexrt.llm.steps import ModelShape, model_shape
 if TYPE_CHECKING:
     from hexrt.llm.engine_model import PagedModel
 
+MOST_WORDS = 400
+"""Characters of a library's error that are told."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -71,7 +73,7 @@ def load_weights(name: str, path: Path, dtype: str) -> Any:
     except HexrtError as error:
         raise Unavailable(f"the model {name!r} cannot be loaded: {error.message}", "params.model") from None
     except UNUSABLE as error:
-        text = str(error).replace(str(path), "its folder").splitlines()[0] if str(error) else type(error).__name__
+        text = _in_words(error).replace(str(path), "its folder")
         raise Unavailable(f"the model {name!r} cannot be loaded: {text}", "params.model") from error
     if lacking := sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}):
         raise Unavailable(
@@ -81,6 +83,17 @@ def load_weights(name: str, path: Path, dtype: str) -> Any:
         )
     model.hexrt_parameters = sum({p.data_ptr(): p.numel() for p in model.parameters()}.values())  # before any is packed
     return model.eval().requires_grad_(False)
+
+
+def _in_words(error: Exception) -> str:
+    """What a library's error says, on one line. A value that it looked up in a table of its own is all that a KeyError says."""
+    if isinstance(error, KeyError) and len(error.args) == 1:
+        return f"its config has a value that transformers does not know: {error.args[0]!r}"[:MOST_WORDS]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # Errors of a field say which in their first line, and the reason in the next.
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:MOST_WORDS]
 
 
 def _of_folder(path: Path, dtype: str) -> tuple[Any, Mapping[str, Any]]:

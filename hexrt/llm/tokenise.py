@@ -188,6 +188,8 @@ def load_vocabulary(folder: Path, name: str) -> Vocabulary:
             ) from None
         missing = Path(error.filename).name if error.filename else "a file"
         raise Unavailable(f"the folder of the model {name!r} has no {missing}", "params.model") from None
+    except Unavailable as error:
+        raise Unavailable(f"the model {name!r} cannot be used: {error.message}", "params.model") from None
     except (OSError, ValueError, RecursionError) as error:
         raise Unavailable(
             f"the tokeniser of the model {name!r} cannot be read: {type(error).__name__}", "params.model"
@@ -233,7 +235,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
     """The chat template: a file of its own, or a field of tokenizer_config.json, there perhaps one of several by name."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     file = path / "chat_template.jinja"
@@ -251,6 +253,8 @@ def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
     try:
         with memory_limit():  # it computes constants already
             return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise Unavailable(f"its chat template has a syntax error in line {error.lineno}: {error.message}") from error
     except TemplateError as error:
         raise ValueError("chat template") from error
 
