@@ -42,7 +42,7 @@ from tests.notation import OPS, finished, place, states, submit, table, workflow
 pytestmark = pytest.mark.timeout(60)
 SECOND = 1_000_000_000
 MIB = 1 << 20
-ERROR = ErrorRecord("unavailable", "its folder holds no safetensors")
+ERROR = ErrorRecord("unavailable", "its folder holds no safetensors", "params.model")
 
 _numbers = itertools.count()
 
@@ -272,6 +272,7 @@ def test_a_load_that_fails_fails_the_steps_that_wait_and_no_others_and_is_tried_
     assert host.run() == "" and states(third) == {"s": "failed"}
     error = third.steps[0].error
     assert error is not None and "no safetensors (tried 0 s ago, 2 times in a row; tried again in 5 s)" in error.message
+    assert [run.steps[0].error.where for run in (runs[0], third) if run.steps[0].error] == ["s.params.model"] * 2
     host.now += AGAIN_NS
     del host.broken["a"]
     fourth = host.submit(s=decode())

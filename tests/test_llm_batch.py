@@ -282,6 +282,19 @@ def test_a_fault_of_one_sequence_ends_that_one() -> None:
     assert outcomes[1:] == [Prefilled("b", 10, 15), Emitted("b", 0, (1, 2), "")]
 
 
+def test_a_fault_of_a_parameter_is_the_requests_own() -> None:
+    desk = Desk()
+    desk.engine.add(ask("a", 4, 20), 0)
+    desk.engine.add(ask("b", 4, 20), 0)
+    desk.decide()
+    said = "error: params.regex: lexer error: too large", "error: params: llguidance is not installed here"
+    outcomes = desk.reply(1, *(Token(n, (), "", finish) for n, finish in enumerate(said, 1)))
+    assert outcomes == [
+        Refused("a", ErrorRecord("bad_request", "lexer error: too large", "params.regex")),
+        Refused("b", ErrorRecord("task_failed", "params: llguidance is not installed here")),
+    ]
+
+
 def test_a_host_that_gives_too_few_tokens_is_not_waited_for() -> None:
     desk = Desk()
     desk.engine.add(ask("a", 4, 20), 0)

@@ -161,6 +161,7 @@ def _chunk(entry: ChunkSequence) -> Any:
         ("json_schema", {"properties": {"a": {"const": {"properties": ["x" * MOST_TEXT]}}}}, "characters, and at most 16384"),
         ("json_schema", {"properties": {str(n): {"type": "integer"} for n in range(MOST_SCHEMAS)}}, "501 schemas"),
         ("json_schema", {"anyOf": [{"type": "array", "items": {"const": n}} for n in range(300)]}, "601 schemas"),
+        ("json_schema", {"allOf": [{"pattern": f".*a.{{{n}}}b"} for n in range(20)]}, "joins 20 patterns"),
     ],
 )  # fmt: skip
 def test_what_no_answer_can_be_held_to_is_refused_before_anything_is_read(kind: str, source: Any, words: str) -> None:
@@ -174,6 +175,8 @@ def test_what_can_be_held_to_passes() -> None:
     check_grammar("json_schema", json.dumps(SCHEMA))
     check_grammar("json_schema", json.dumps({"description": "x" * (MOST_TEXT + 1), "const": 7, "examples": [{}] * 600}))
     check_grammar("json_schema", json.dumps({"enum": [f"word {n}" for n in range(1000)]}))
+    wide = {f"p{n}": {"type": "string", "pattern": f"^[a-z]{{{n % 30 + 1}}}{n}$"} for n in range(490)}
+    check_grammar("json_schema", json.dumps({"allOf": [{"properties": wide}, {"pattern": "a"}]}))
     check_grammar("regex", "[ab]+")
     check_grammar("regex", "x{0,9}")
     check_grammar("regex", "")

@@ -380,6 +380,8 @@ class Engines:
     def _fail(self, task: Task, error: ErrorRecord, now_ns: int) -> None:
         self._dropped.append((task.device, task.command))
         at_ns = now_ns or task.start_ns or task.placed_ns
+        if error.where.startswith("params."):
+            error = msgspec.structs.replace(error, where=f"{task.step.node.id}.{error.where}")
         self._events.append(Failed(task.run.id, task.step.node.index, task.part, task.attempt, task.device, task.start_ns or at_ns, at_ns, error))  # fmt: skip
 
     def statistics(self) -> dict[str, float]:

@@ -35,7 +35,9 @@ KEPT = 32
 WHITESPACE = r"\n {0,24}| "
 """Between the tokens of JSON. Bounded: a small model that may indent for ever does."""
 TRIED_BYTES = 64
-"""Of some text that a grammar allows, before it is taken: some fail at once, some only on the way."""
+"""Of some text that an expression allows, before it is taken: some fail at once, some only on the way."""
+MOST_MET = 8
+"""Patterns that one text must match together. Whether any text does takes the library minutes for 16, which no fuel bounds."""
 OPTIONS = '%llguidance {"no_forcing": true}\nstart: '
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
@@ -46,7 +48,9 @@ def check_grammar(kind: str, source: str) -> None:
     library = _library()
     tokens = library.LLTokenizer(library.TokenizerWrapper(_Bytes()), n_vocab=len(_Bytes.tokens))
     matcher = _compile(tokens, kind, source)
-    for _ in range(TRIED_BYTES):
+    for _ in range(
+        TRIED_BYTES if kind == "regex" else 1
+    ):  # of a schema's many texts one that fails says nothing of the others
         allowed = matcher.compute_bitmask()
         if matcher.is_error():
             raise _refused(kind, matcher.get_error())
@@ -115,6 +119,8 @@ def _source(kind: str, source: str) -> str:
         raise _refused(kind, f"its patterns, names and values have {size.text} characters, and at most {MOST_TEXT} are taken")  # fmt: skip
     if size.schemas > MOST_SCHEMAS:
         raise _refused(kind, f"it is made of {size.schemas} schemas (properties, branches, items), and at most {MOST_SCHEMAS} are taken")  # fmt: skip
+    if size.met > MOST_MET:
+        raise _refused(kind, f"its `allOf` joins {size.met} patterns, formats and references, and at most {MOST_MET} are taken")  # fmt: skip
     return f"{OPTIONS}%json {bytes(schema).decode()}"
 
 
@@ -130,25 +136,26 @@ class _Source(msgspec.Struct):
 
 
 class _Size:
-    """Of a schema: the schemas in it, and the characters that an answer may be held to."""
+    """Of a schema: the schemas in it, the characters that an answer may be held to, and the patterns that meet in one `allOf` or other."""
 
     def __init__(self) -> None:
-        self.schemas = self.text = 0
+        self.schemas = self.text = self.met = 0
 
-    def add(self, schema: Any) -> _Size:
+    def add(self, schema: Any, meets: bool = False) -> _Size:
         if isinstance(schema, list):
             for one in schema:
-                self.add(one)
+                self.add(one, meets)
         elif isinstance(schema, dict):
             self.schemas += 1
             for key, value in schema.items():
+                self.met += meets and key in ("pattern", "format", "$ref")
                 if key in ("const", "enum", "pattern", "required"):
                     self.text += len(msgspec.json.encode(value))
                 elif key in MAPS and isinstance(value, dict):
                     self.text += sum(map(len, value))
                     self.add(list(value.values()))
                 elif key not in ("default", "examples"):
-                    self.add(value)
+                    self.add(value, meets or key == "allOf")
         return self
 
 

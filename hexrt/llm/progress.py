@@ -25,7 +25,7 @@ def progress(share: Share, token: Token | None, report: Chunked) -> list[Outcome
     if not finish and len(ids) != share.gain:
         finish = f"{ERROR}the host gave {len(ids)} tokens where {share.gain} were due"
     if finish.startswith(ERROR):
-        return [Refused(key, ErrorRecord("task_failed", finish[len(ERROR) :]))]
+        return [Refused(key, _refusal(finish[len(ERROR) :]))]
     outcomes: list[Outcome] = []
     if not state.prefill_end_ns and (finish or state.computed == len(state.material)):
         state.prefill_end_ns = report.end_ns
@@ -41,6 +41,14 @@ def progress(share: Share, token: Token | None, report: Chunked) -> list[Outcome
             Ended(key, finish, answer, whole, state.prefill_end_ns, report.end_ns, tuple(state.logprobs))
         )  # fmt: skip
     return outcomes
+
+
+def _refusal(said: str) -> ErrorRecord:
+    """A host names the parameter first where it is at fault: `params.regex: unclosed group`."""
+    where, colon, message = said.partition(": ")
+    if colon and where.startswith("params.") and where.removeprefix("params.").isidentifier():
+        return ErrorRecord("bad_request", message, where)
+    return ErrorRecord("task_failed", said)
 
 
 def is_prefilled(state: State) -> bool:
