@@ -209,7 +209,7 @@ def test_a_template_may_stand_in_a_file_of_its_own_or_be_one_of_several(altered:
         ("config.json", "[]", "tokeniser of the model 'small' cannot be read"),
         ("config.json", '{"a": ' * 5000, "tokeniser of the model 'small' cannot be read"),
         ("tokenizer_config.json", "[" * 5000, "tokeniser of the model 'small' cannot be read"),
-        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "cannot be read"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template has a syntax error in line 1"),
         ("tokenizer_config.json", '{"chat_template": 5}', "cannot be read"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}, 5]}', "has no chat template"),
     ],
