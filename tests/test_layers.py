@@ -21,6 +21,7 @@ LAYERS: dict[str, float] = {
     "hexrt.core": 0.0,
     "hexrt.errors": 0.1,
     "hexrt.config": 1.0,
+    "hexrt.bounds": 1.0,
     "hexrt.clock": 1.0,
     "hexrt.paths": 1.0,
     "hexrt.values": 2.0,

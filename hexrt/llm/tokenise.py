@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hexrt.bounds import EXTRA_BYTES, memory_limit
 from hexrt.errors import BadRequest, HexrtError, TaskFailed, Unavailable
 from hexrt.llm.engine_grammar import check_grammar
 from hexrt.llm.gguf_folder import folder_of
 from hexrt.llm.steps import check_numerics, check_room, grammar_of, model_shape, resolve_model
-from hexrt.ops._template import EXTRA_BYTES, memory_limit
 from hexrt.ops.llm import ChatMessage, Continued, DecodeParams
 from hexrt.ops.spec import StepContext
 

@@ -6,19 +6,14 @@ by filters) is bounded by an address-space limit that holds while a template is 
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from hexrt.bounds import EXTRA_BYTES, memory_limit
 from hexrt.errors import BadRequest, TaskFailed
-
-EXTRA_BYTES = 256 << 20
-"""What filling a template may take beyond what the process has."""
 
 
 @lru_cache(maxsize=1)
@@ -31,23 +26,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
 @lru_cache(maxsize=64)
 def _compile(source: str) -> Template:
     return _environment().from_string(source)
-
-
-@contextmanager
-def memory_limit() -> Iterator[None]:
-    """What is done inside takes no more than EXTRA_BYTES beyond what the process has; else it meets a MemoryError."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as statm:
-        now_bytes = int(statm.read().split()[0]) * resource.getpagesize()
-    limit = now_bytes + EXTRA_BYTES
-    for other in (soft, hard):
-        if other != resource.RLIM_INFINITY:
-            limit = min(limit, other)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def render(step: str, source: str, values: dict[str, Any], max_characters: int) -> str:
