@@ -20,7 +20,7 @@ from hexrt.workflow.references import Hole, Walker
 
 ELEMENTS = 1000
 """Elements of a listed map that are read without a pause."""
-NO_PARAMS_REFERENCE = "params are settled before the run, so no reference to a step can stand here, and none to what would have to be fetched"
+NO_PARAMS_REFERENCE = "params are settled before the run, so a reference cannot stand here, nor one to what would have to be fetched: pass a step's output in `inputs`"
 NO_PARAMS_TENSOR = "params are settled before the run, so a large tensor cannot stand here: pass it in `inputs`"
 NO_ELEMENT_REFERENCE = (
     "a listed element of `map.over` cannot hold a reference: refer to a step that gives the list, or use it in `inputs`"
