@@ -331,3 +331,9 @@ def test_what_is_emitted_comes_in_order_and_once(
     assert [type(o) for o in service.outcomes][:2] == [Prefilled, Emitted]
     assert [e.first for e in emitted] == [0, 3, 6, 9]
     assert tuple(token for e in emitted for token in e.ids) == ended.ids
+
+
+def test_a_model_computes_with_the_threads_that_the_config_says_whatever_plain_bodies_use(
+    facts: dict[str, Any],
+) -> None:
+    assert facts["facts"]["threads"] == 2

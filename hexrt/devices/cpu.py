@@ -59,6 +59,17 @@ def give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COPY_NICENESS)
 
 
+def take_threads(count: int) -> None:
+    """The calling thread computes with so many threads from now on, whatever others ask for theirs.
+
+    A thread that torch has not seen yet takes over, when it first computes, what was set last by any other: so it is made known first.
+    """
+    import torch
+
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 class Stream:
     """A thread that works through one queue. `begin` is told the command that starts, 0 between commands."""
 
@@ -126,9 +137,9 @@ class CpuProgram(HostProgram):
         if arena_bytes:
             self.places.add(DEVICE, anonymous(arena_bytes))
         self._refused = 0  # messages without a number that failed; compute thread only
-        self._compute = Stream("compute", self._carry_out, partial(torch.set_num_threads, self._threads), self._show)
+        self._compute = Stream("compute", self._carry_out, partial(take_threads, self._threads), self._show)
         self._copies = Stream("copies", self._carry_out, give_way, lambda command: None)
-        self._plain = Stream("bodies", self._launch, partial(torch.set_num_threads, 1), lambda command: None)
+        self._plain = Stream("bodies", self._launch, partial(take_threads, 1), lambda command: None)
         return {
             "threads": self._threads,
             "torch": str(torch.__version__),
@@ -243,6 +254,8 @@ class CpuProgram(HostProgram):
             raise
 
     def _load(self, message: LoadModel) -> dict[str, Any]:
+        import torch
+
         from hexrt.llm.engine import ModelEngine
         from hexrt.llm.engine_load import about
         from hexrt.llm.engine_model import PagedModel
@@ -260,6 +273,6 @@ class CpuProgram(HostProgram):
         decode = partial(tokeniser.decode, skip_special_tokens=True)
         engine = ModelEngine(model, decode, partial((folder / "tokenizer.json").read_text, "utf-8"))
         engine.grammars.prepare()
-        facts = msgspec.structs.asdict(about(model, path, self._threads))
+        facts = msgspec.structs.asdict(about(model, path, torch.get_num_threads()))
         self._models[message.model] = engine
         return facts
