@@ -8,11 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 
 from hexrt.client import Client
+from hexrt.workflow.build import WorkflowBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """
@@ -30,14 +30,16 @@ modules = ["tests.hostile"]
 
 
 def settled(client: Client) -> dict[str, float]:
-    """The counters once no chunk that is with a host names a sequence that has ended: its pages are given back a little after its answer."""
-    end = time.monotonic() + 20
-    while True:
-        found: dict[str, float] = client.statistics()
-        if not sum(value for name, value in found.items() if name.endswith("_leaving")):
-            return found
-        assert time.monotonic() < end, found
-        time.sleep(0.01)
+    """The counters once every chunk has come back that names a sequence that has ended: pages are given back a little after an answer.
+
+    Chunks come back in order, and none after its own names a step of one token.
+    """
+    w = WorkflowBuilder()
+    w.step("llm.generate", inputs={"prompt": "Say yes."}, params={"max_tokens": 1})
+    client.run(w.build()).check()
+    found: dict[str, float] = client.statistics()
+    assert not [name for name, value in found.items() if name.endswith("_leaving") and value], found
+    return found
 
 
 class Running:
