@@ -124,7 +124,7 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one layer of one pass: operations (a multiply and an add are two), and bytes that must at least be moved."""
+    """What a piece of work takes: operations (a multiply and an add are two), and bytes that must at least be moved."""
 
     flops: int
     bytes: int
@@ -133,7 +133,7 @@ class Work:
 def work(
     rows: Sequence[tuple[int, int]], heads: int, kv_heads: int, dimension: int, page_itemsize: int, itemsize: int, window: int | None = None
 ) -> Work:  # fmt: skip
-    """`rows`: (tokens of the sequence with this pass's, tokens of this pass) of each. K and V are read once a row and KV head."""
+    """Of one layer of one pass. `rows`: (tokens of the sequence with this pass's, tokens of this pass) of each. K and V are read once a row and KV head."""
     limit = math.inf if window is None else window
     pairs = sum(min(position + 1, limit) for end, count in rows for position in range(end - count, end))
     read = sum(min(end, limit + count - 1) for end, count in rows)

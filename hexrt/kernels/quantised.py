@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hexrt.kernels.attention import Work
 from hexrt.kernels.native import load
 
 PANEL, BLOCK = 16, 32
@@ -38,12 +39,6 @@ class Linear(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    flops: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Packed:
     """A weight [rows, columns] as panels: uint8 [panels, bytes of a panel], rows past the last being zeros. Panels may be strided."""
 
@@ -56,10 +51,10 @@ class Packed:
     def bytes(self) -> int:
         return self.panels.numel()
 
-    def estimate(self, tokens: int) -> Estimate:
+    def estimate(self, tokens: int) -> Work:
         """Of a product with `tokens` rows of float32."""
         moved = self.bytes + 4 * tokens * (self.columns + self.rows)
-        return Estimate(2 * tokens * self.rows * self.columns, moved)
+        return Work(2 * tokens * self.rows * self.columns, moved)
 
     def part(self, first: int, rows: int) -> Packed:
         """A view of `rows` rows from `first` on, which begins a panel."""

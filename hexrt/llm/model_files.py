@@ -43,17 +43,23 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json, or what the GGUF file says instead. Raises OSError, ValueError (msgspec's and GgufFault are such) or HexrtError."""
     if is_gguf(path):
         return model_config(read_shape_meta(path), (), "float32")
-    return _decoded(path / "config.json", dict[str, Any])
+    return read_table(path / "config.json")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON object of a model's folder. Raises OSError or ValueError."""
+    return _decoded(path, dict[str, Any])
 
 
 def _decoded(path: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(_read(path), type=kind)
+        return msgspec.json.decode(read_file(path), type=kind)
     except RecursionError:
         raise ValueError(f"{path.name} is nested too deeply") from None
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Of a model's folder, what may be taken into memory at once. Raises OSError or ValueError."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
         raise ValueError(f"{path.name} is no file")
     with path.open("rb") as file:
@@ -119,7 +125,7 @@ def model_digest(path: Path, *settings: str) -> str:
     """Of the config and the names, sizes and times of the weights, and of how they are used. Raises as `weight_files`."""
     digest = hashlib.blake2b(digest_size=16)
     if not is_gguf(path):
-        digest.update(_read(path / "config.json"))
+        digest.update(read_file(path / "config.json"))
     for file in weight_files(path):
         facts = file.stat()
         digest.update(f"\0{file.name}\0{facts.st_size}\0{facts.st_mtime_ns}".encode())

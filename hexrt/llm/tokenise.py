@@ -7,8 +7,6 @@ in jinja2's immutable sandbox.
 from __future__ import annotations
 
 import functools
-import json
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from hexrt.bounds import EXTRA_BYTES, memory_limit
 from hexrt.errors import BadRequest, HexrtError, TaskFailed, Unavailable
 from hexrt.llm.engine_grammar import check_grammar
 from hexrt.llm.gguf_folder import folder_of
+from hexrt.llm.model_files import read_file, read_table
 from hexrt.llm.steps import check_numerics, check_room, grammar_of, model_shape, resolve_model
 from hexrt.ops.llm import ChatMessage, Continued, DecodeParams
 from hexrt.ops.spec import StepContext
@@ -201,10 +200,10 @@ def _load(folder: str, stamp: int) -> Vocabulary:
     from tokenizers import Tokenizer
 
     path = Path(folder)
-    shape = model_shape(_table(path / "config.json"))
+    shape = model_shape(read_table(path / "config.json"))
     settings_file = path / "tokenizer_config.json"
-    settings = _table(settings_file) if settings_file.exists() else {}
-    source = _text(path / "tokenizer.json")
+    settings = read_table(settings_file) if settings_file.exists() else {}
+    source = str(read_file(path / "tokenizer.json"), "utf-8")
     try:
         tokeniser = Tokenizer.from_str(source)
     except Exception as error:  # tokenizers raises plain Exception for a file that it cannot read
@@ -220,26 +219,13 @@ def _load(folder: str, stamp: int) -> Vocabulary:
     return Vocabulary(tokeniser, _template(path, settings), tokens, shape.context_tokens, shape.vocabulary, special)
 
 
-def _text(path: Path) -> str:
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-        raise ValueError(f"{path.name} is no file")
-    return path.read_text(encoding="utf-8")
-
-
-def _table(path: Path) -> dict[str, Any]:
-    value = json.loads(_text(path))
-    if not isinstance(value, dict):
-        raise ValueError(path.name)
-    return value
-
-
 def _template(path: Path, settings: Mapping[str, Any]) -> Template | None:
     """The chat template: a file of its own, or a field of tokenizer_config.json, there perhaps one of several by name."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     file = path / "chat_template.jinja"
-    source = _text(file) if file.exists() else settings.get("chat_template")
+    source = str(read_file(file), "utf-8") if file.exists() else settings.get("chat_template")
     if isinstance(source, list):
         source = {e["name"]: e.get("template") for e in source if isinstance(e, dict) and "name" in e}.get("default")
     if not source:
