@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -51,19 +51,22 @@ def model_folder() -> Path:
     return MODELS / NAME
 
 
-def model_config(more: str = "") -> str:
-    """The configuration of a daemon that serves the demo's model as `small`, with one worker and no NPU."""
-    folder = model_folder()
-    return f"""
+LLM_ONLY = """
 [pool]
 workers = 1
 [npu]
 enabled = false
 [daemon]
-models_dir = "{folder.parent}"
-[models.small]
-path = "{folder.name}"
-{more}"""
+models_dir = "{models_dir}"
+"""
+"""The beginning of the configuration of a daemon that serves language models and little else."""
+
+
+def model_config(more: str = "") -> str:
+    """The configuration of a daemon that serves the demo's model as `small`."""
+    folder = model_folder()
+    models = f'[models.small]\npath = "{folder.name}"\n'
+    return LLM_ONLY.format(models_dir=folder.parent) + models + more
 
 
 class HostProcess:
@@ -122,6 +125,13 @@ class HostProcess:
     def close(self) -> None:
         self._socket.close()
         self.process.wait(20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+        assert self.process.returncode == 0
 
 
 class Service:

@@ -61,10 +61,8 @@ def prompts(vocabulary: Vocabulary) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="session")
 def host(folder: Path) -> Iterator[HostProcess]:
-    process = HostProcess(folder.parent)
-    yield process
-    process.close()
-    assert process.process.returncode == 0
+    with HostProcess(folder.parent) as process:
+        yield process
 
 
 @pytest.fixture(scope="session")

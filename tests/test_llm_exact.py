@@ -48,10 +48,8 @@ def judge(folder: Path) -> Iterator[Judge]:
 
 @pytest.fixture(scope="module")
 def host(folder: Path) -> Iterator[HostProcess]:
-    process = HostProcess(folder.parent)
-    yield process
-    process.close()
-    assert process.process.returncode == 0
+    with HostProcess(folder.parent) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from hexrt.protocol.host import HostFailed, HostFinished, LoadModel, UnloadModel
 from hexrt.workflow.build import WorkflowBuilder
 from hexrt.workflow.model import Workflow
 from tests.llm_families import make
-from tests.llm_support import HostProcess
+from tests.llm_support import LLM_ONLY, HostProcess
 from tests.running import Running
 
 pytest.importorskip("transformers")
@@ -91,17 +91,7 @@ def test_a_load_that_finds_too_little_memory_fails_by_name_and_leaves_the_host_a
 
 def config(models: Path, weights_mib: int) -> str:
     listed = "".join(f'[models.{name}]\npath = "{name}"\n' for name in (*KINDS, "large"))
-    return f"""
-[pool]
-workers = 1
-[npu]
-enabled = false
-[daemon]
-models_dir = "{models}"
-[cpu]
-arena_mib = 32
-weights_mib = {weights_mib}
-{listed}"""
+    return f"{LLM_ONLY.format(models_dir=models)}[cpu]\narena_mib = 32\nweights_mib = {weights_mib}\n{listed}"
 
 
 def say(w: WorkflowBuilder, step: str, model: str, prompt: str, **more: Any) -> Any:

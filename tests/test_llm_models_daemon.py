@@ -13,21 +13,12 @@ pytest.importorskip("gguf")
 from hexrt.core import RunState
 from hexrt.workflow.build import WorkflowBuilder
 from tests.llm_families import make, tiny, write_gguf
+from tests.llm_support import LLM_ONLY
 from tests.running import Running
 
 pytestmark = pytest.mark.timeout(300)  # the first step waits for torch
 
-CONFIG = """
-[pool]
-workers = 1
-[npu]
-enabled = false
-[cpu]
-threads = 1
-arena_mib = 64
-[daemon]
-models_dir = "{models}"
-"""
+CONFIG = f"{LLM_ONLY}[cpu]\nthreads = 1\narena_mib = 64\n"
 FINE = ("folder", "file")
 BROKEN = ("cut", "lies", "nested", "pickled")
 
@@ -56,7 +47,7 @@ def test_models_of_a_folder_are_found_and_a_broken_one_fails_only_the_step_that_
         )  # fmt: skip
         if name in FINE:
             w.output(name, step)
-    with Running(tmp_path, CONFIG.format(models=models)) as daemon, daemon.client() as client:
+    with Running(tmp_path, CONFIG.format(models_dir=models)) as daemon, daemon.client() as client:
         outcome = client.run(w.build())
     assert outcome.state is RunState.FAILED
     said = {name: (error.kind, error.message) for name, error in outcome.errors.items()}

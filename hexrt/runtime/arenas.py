@@ -30,7 +30,6 @@ from hexrt.protocol.host import HOST
 from hexrt.scheduling.links import Links
 
 log = logging.getLogger("hexrtd")
-MOST_WHY = 300
 WRITERS = (DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.DISK)
 """Who moves pages, or uses them in place. Everybody else reads."""
 
@@ -72,7 +71,7 @@ def why_unreadable(path: Path, error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{Path(error.filename).name if error.filename else 'a file'} cannot be read: {error.strerror}"
     text = error.message if isinstance(error, HexrtError) else str(error)
-    return text.replace(str(path), "its folder")[:MOST_WHY]
+    return text.replace(str(path), "its folder")
 
 
 class Arenas:

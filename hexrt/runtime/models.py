@@ -12,8 +12,8 @@ from hexrt.brain.shelf import UNLIMITED, Shelf, Stand
 from hexrt.brain.view import Device
 from hexrt.protocol.messages import ModelList
 from hexrt.protocol.models import ModelPlace, ModelStatus, WeightsBudget
+from hexrt.runtime.machine import MOST_WHY
 
-MOST_WHY = 500
 NAMED = frozenset({"architecture", "parameters", "dtype", "weights", "kv_dtype"})
 """Facts of a loaded model that have fields of their own."""
 
