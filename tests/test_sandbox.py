@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ import pytest
 
 from hexrt.errors import BadRequest, TaskFailed, TimedOut, Unavailable
 from hexrt.ops._sandbox import own_uid
-from hexrt.ops._sandbox_watch import DRAIN_BYTES, is_plain_name
+from hexrt.ops._sandbox_inside import HELLO
+from hexrt.ops._sandbox_watch import DRAIN_BYTES, Limits, Watch, is_plain_name
 from hexrt.ops._seccomp import build
 from hexrt.ops.code_python import OP, Params, run
 from hexrt.ops.spec import StepContext
@@ -610,3 +612,23 @@ for fd in range(3, 1024):
     with socket.create_server(("127.0.0.1", 0)) as held:
         os.set_inheritable(held.fileno(), True)
         assert int(program(code)["stdout"]) >= 10
+
+
+def test_only_the_clock_is_watched_until_the_sandbox_stands() -> None:
+    """Before that its first process is as large, and its root as full, as the machine makes them: it was killed for it where set-up took long."""
+    result_r, result_w = os.pipe()
+    sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        watch = Watch(process, result_r, Limits(memory_bytes=1))
+        watch.init, watch.init_fd = process.pid, os.pidfd_open(process.pid)
+        try:
+            watch._check(time.monotonic())
+            assert watch.outcome.stopped == ""
+            os.write(result_w, HELLO)
+            watch._read(result_r)
+            watch._check(time.monotonic())
+            assert watch.outcome.stopped == "memory"
+        finally:
+            watch.end()
+            os.close(result_r)
+            os.close(result_w)

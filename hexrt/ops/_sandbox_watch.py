@@ -176,6 +176,8 @@ class Watch:
             return
         if now - self._begun > self._allowed_s:
             self._stop("time")
+        elif not self._streams[self._result_fd]:
+            return  # until the sandbox stands, its root is the machine's own, whose files are none of the program's
         elif self._printed > DRAIN_BYTES:
             self._stop("output")
         elif self.init and _own_bytes(self.init) > self._limits.memory_bytes:
